@@ -6,7 +6,7 @@
 namespace smp::core {
 namespace {
 
-// Builds one row; each method adds what is not the rule.
+// Builds one row; each method adds an exception to the rule.
 class Row {
  public:
   Row(std::string name, ParameterType type, ConfigValue default_value, std::string doc) {
@@ -93,7 +93,7 @@ std::vector<Parameter> pipeline_rows() {
           "`interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several "
           "stages (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts "
           "the step with each and takes the shortest, measures in the first steps, and takes "
-          "another one if that is better by what was measured; `file` loads it from "
+          "another one if the measurements say that it is better; `file` loads it from "
           "`schedule_file`. All give the same numbers, bit for bit. A step function without "
           "`backward` gets a forward-only schedule by itself; with `_only_forward` one that has a "
           "`backward` is an error.")
@@ -104,17 +104,17 @@ std::vector<Parameter> pipeline_rows() {
               "How many stages each rank has, for schedules that visit a rank several times: "
               "`interleaved_1f1b`, `breadth_first` and, with two, `zbv` and `dualpipe_v`; any "
               "other schedule may have them too. More stages shorten the time in which ranks wait "
-              "for the first microbatch, and send more. 0 means two for these four and one for "
-              "the others.")
+              "for the first microbatch, and send more. 0 means two for these four and one for the "
+              "others.")
           .at_least(0)
           .at_most(kMostStagesOfARank),
       text("schedule_file", {},
            "The schedule of `\"pipeline\": \"file\"`: CSV, JSON or the text that is printed (see "
            "docs/schedules.md)."),
       text("timeline", {},
-           "An HTML page: world rank 0 writes there what each rank did when in three training "
-           "steps (the third to the fifth of the first step function that trains), and beside it, "
-           "with the ending .json, a trace for Perfetto (see docs/timeline.md)."),
+           "An HTML page: world rank 0 writes there when each rank did which action in three "
+           "training steps (the third to the fifth of the first step function that trains), and "
+           "beside it, with the ending .json, a trace for Perfetto (see docs/timeline.md)."),
       count("active_microbatches", {}, kMostMicrobatches,
             "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
           .default_from(
@@ -131,25 +131,25 @@ std::vector<Parameter> pipeline_rows() {
 std::vector<Parameter> step_rows() {
   return {
       text("input_source", "all",
-           "Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch "
-           "(checked), or only the `first` does, as in SMP 1.x, and the others pass dummies of the "
-           "same shapes and types, whose contents do not count; its tensors are sent to them.")
+           "The ranks that supply the inputs of a step: `all` ranks of a pipeline pass the same "
+           "batch (checked), or only the `first` does, as in SMP 1.x, and the others pass dummies "
+           "of the same shapes and types, whose contents do not count; its tensors are sent to "
+           "them.")
           .values({"all", "first"}),
       text(
           "numerics", "exact",
           "`exact`: losses, gradients and weights equal those of a single process bit for bit. "
           "`fast` allows other rounding, and other random numbers for a sample, never other "
           "mathematics: where the samples of a batch are independent, several microbatches may run "
-          "as one (see docs/schedules.md), and on GPUs NCCL reduces in an order of its own and "
-          "Adam "
-          "and AdamW take fused kernels (see docs/cuda.md).")
+          "as one (see docs/schedules.md), and on GPUs NCCL reduces in an order of its own (see "
+          "docs/cuda.md).")
           .values({"exact", "fast"}),
       text(
           "cuda_graphs", "off",
           "Whether a stage's computations on a GPU are captured as CUDA graphs in the second step, "
-          "and launched as a whole from then on, with the same bits. `auto`: what cannot be "
-          "captured runs operator by operator, and a line of log says why. `on`: that is an error "
-          "(see docs/cuda.md).")
+          "and launched as a whole from then on, with the same bits. `auto`: a computation that "
+          "cannot be captured runs operator by operator, and a line of log says why. `on`: that is "
+          "an error (see docs/cuda.md).")
           .values({"auto", "on", "off"}),
       boolean("deterministic", false,
               "Take kernels that give the same bits in each run on a GPU: libtorch's deterministic "
@@ -162,14 +162,13 @@ std::vector<Parameter> step_rows() {
               "it, and rounds differently (see docs/architecture.md, Numerics)."),
       text("guard", "every_step",
            "In which steps a step function runs again, on tensors without data, to see whether it "
-           "still does what was captured: in `every_step`, in the `first_step` only, or in every "
-           "N-th; or in every step once for each microbatch (`every_microbatch`), whose numbers "
-           "and contents of tensors made from host data may then differ, as in SMP 1.x. In a step "
-           "without guard the operators and numbers of the last guarded one are "
-           "replayed: side effects of the function, numbers that it changed (a loss weight) and "
-           "`train()` or `eval()` are not seen, and what it returns besides tensors is what the "
-           "last guarded step returned. Inputs of other shapes, and arguments with `smp_slice`, "
-           "are guarded always.")
+           "still does the same as in the capture: in `every_step`, in the `first_step` only, or "
+           "in every N-th; or in every step once for each microbatch (`every_microbatch`), whose "
+           "numbers and contents of tensors made from host data may then differ, as in SMP 1.x. In "
+           "a step without guard the operators and numbers of the last guarded one are replayed: "
+           "side effects of the function, numbers that it changed (a loss weight) and `train()` or "
+           "`eval()` are not seen, and its results besides tensors are those of the last guarded "
+           "step. Inputs of other shapes, and arguments with `smp_slice`, are guarded always.")
           .values({"every_step", "first_step", "every_microbatch"})
           .or_integer(1)
           .error("{key} must be 'every_step', 'first_step', 'every_microbatch' or a positive "
@@ -193,27 +192,23 @@ std::vector<Parameter> partition_rows() {
               "Let the partitioner assign operators to partitions; partition scopes are kept. "
               "`false` leaves it to partition scopes in the program and to `default_partition`."),
       integer("default_partition", int64_t{0},
-              "The partition of what is outside every partition scope. Required when "
+              "The partition of operators outside every partition scope. Required when "
               "`auto_partition` is false; must be less than `partitions`.")
           .at_least(0)
           .at_most(kMostRanks),
-      text("optimize", "memory",
-           "Whether the automatic partition balances memory or time first. It selects the default "
-           "of `memory_weight`; and what tensor-parallel ranks hold of activations between divided "
-           "layers: with `memory` each has its part of the samples or positions, with `speed` all "
-           "of them, for less communication (see docs/tensor_parallelism.md). Transformers of "
-           "`smp::nn` have an option of their own, which wins.")
+      text(
+          "optimize", "memory",
+          "Whether tensor-parallel ranks save memory or time between divided layers. With `memory` "
+          "each has its part of the samples or positions of activations, with `speed` all of "
+          "them, for less communication (see docs/tensor_parallelism.md). Transformers of "
+          "`smp::nn` have an option of their own, which wins. SMP 1.x takes the default of "
+          "`memory_weight` from it, too.")
           .values({"memory", "speed"}),
-      number("memory_weight", {},
-             "How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 "
-             "compute time only. The default balances memory first, so a step may take longer than "
-             "it must: where all ranks have memory enough, set `optimize` to `speed`, or this to 0 "
-             "and `memory_limit_mb` to what a rank has.")
-          .default_from(
-              [](const Settings& settings) {
-                return settings.get("optimize") == ConfigValue("speed") ? 0.2 : 0.8;
-              },
-              "0.2 if `optimize` is `speed`, else 0.8")
+      number(
+          "memory_weight", 0.0,
+          "How much memory counts in the automatic partition: 0.0 balances compute time only, "
+          "so that the predicted step is the shortest that keeps `memory_limit_mb`; 1.0 balances "
+          "memory only. In SMP 1.x the default is 0.8, or 0.2 with `\"optimize\": \"speed\"`.")
           .at_least(0)
           .at_most(1)
           .error("{key} must be between 0.0 and 1.0!"),
@@ -227,14 +222,14 @@ std::vector<Parameter> partition_rows() {
           .at_most(kMostMiB),
       number(
           "optimizer_state_factor", 2.0,
-          "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: "
-          "2 for Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` "
+          "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: 2 "
+          "for Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` "
           "divided by the number of replicas.")
           .at_least(0)
           .at_most(1000),
-      boolean("load_partition", false,
-              "Load the partition of the first step from `partition_file` instead of computing "
-              "it."),
+      boolean(
+          "load_partition", false,
+          "Load the partition of the first step from `partition_file` instead of computing it."),
       text("partition_file", {},
            "A JSON file. World rank 0 saves the partition of the first step there, and "
            "`load_partition` reads it. Without `load_partition` a partition that is there already "
@@ -249,18 +244,18 @@ std::vector<Parameter> partition_rows() {
       boolean("trace_execution_times", true,
               "Measure in the first step how long each operator takes, forward and backward: the "
               "least of up to three runs, within about two seconds more. `false` estimates the "
-              "times from what operators move and multiply (`cost_model`). (In SMP 1.x the default "
-              "is `false`.)"),
+              "times from the bytes and operations of operators (`cost_model`). (In SMP 1.x the "
+              "default is `false`.)"),
       text(
           "cost_model", "auto",
-          "What the partitioner takes calls, bytes, floating point operations and messages to "
-          "cost where the model itself is not measured: `auto` has fixed numbers for cores and for "
+          "The costs of calls, bytes, floating point operations and messages in the partitioner, "
+          "where the model itself is not measured: `auto` has fixed numbers for cores and for "
           "GPUs, `measured` measures the device and the links between ranks in the first step, the "
           "name of a GPU (`h100`) is that one's data sheet, and anything else is a JSON file (see "
           "docs/partitioning.md)."),
       boolean("trace_memory_usage", false,
-              "Measure in the first step what is kept from forward to backward. `false` takes it "
-              "to be what operators return."),
+              "Measure in the first step the memory kept from forward to backward. `false` takes "
+              "it to be that of the operators' results."),
       boolean("skip_tracing", false,
               "Run nothing to measure the model: estimate times and memory from shapes."),
       boolean("delayed_parameter_initialization", true,
@@ -273,8 +268,8 @@ std::vector<Parameter> rank_rows() {
   return {
       text(
           "placement_strategy", "cluster",
-          "How ranks are placed. The letters are the digits of a rank in mixed radix: D replica, "
-          "P partition, T tensor-parallel rank; the right-most letter varies fastest. `cluster` is "
+          "How ranks are placed. The letters are the digits of a rank in mixed radix: D replica, P "
+          "partition, T tensor-parallel rank; the right-most letter varies fastest. `cluster` is "
           "`DPT`: the partitions of a replica are neighbours. `spread` is `TPD`: the replicas are.")
           .values({"cluster", "spread", "DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}),
       boolean("ddp", false,
@@ -302,8 +297,8 @@ std::vector<Parameter> rank_rows() {
           .at_most(kMostMiB),
       boolean(
           "keep_freed_memory", true,
-          "Let the C library of a rank keep what a step frees for the next one, instead of "
-          "giving it back to the system and asking for it again, page by page. No effect with "
+          "Let the C library of a rank keep the memory that a step frees for the next one, instead "
+          "of giving it back to the system and asking for it again, page by page. No effect with "
           "another allocator, or where the environment tunes it (`MALLOC_...`). And let tensors "
           "use all of it again, by aligning them otherwise than libtorch does."),
   };
@@ -315,19 +310,18 @@ std::vector<Parameter> failure_rows() {
              "After how many seconds a blocking wait for another rank is an error.")
           .above(0)
           .at_most(kMostSeconds),
-      number(
-          "stall_seconds", 60.0,
-          "After how many seconds a blocking wait for another rank is worth a warning, with what "
-          "all ranks of the host do and the chain of waits to its cause (see docs/status.md). 0 "
-          "for none.")
+      number("stall_seconds", 60.0,
+             "After how many seconds a blocking wait for another rank is worth a warning, with the "
+             "actions of all ranks of the host and the chain of waits to its cause (see "
+             "docs/status.md). 0 for none.")
           .at_least(0)
           .at_most(kMostSeconds),
       boolean(
           "check_collectives", false,
           "Compare the calls of all ranks before every collective, so that ranks that call "
-          "different ones get an error that says which rank called what, instead of a wait "
-          "that never ends (see docs/collectives.md). Ranks of one host always do; between "
-          "hosts it costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
+          "different ones get an error that says which rank called what, instead of a wait that "
+          "never ends (see docs/collectives.md). Ranks of one host always do; between hosts it "
+          "costs messages. The environment variable `SMP_COMM_CHECK=1` does the same."),
       integer("replay_check", int64_t{0},
               "Every how many steps of training one microbatch of one stage runs again, on another "
               "rank where there is one, and replicas compare their weights (see "
@@ -336,16 +330,14 @@ std::vector<Parameter> failure_rows() {
           .at_least(0)
           .at_most(kMostSteps),
       text("recovery", "off",
-           "What becomes of a job in which a rank has failed (see docs/recovery.md): with "
-           "`restart` all ranks are started again, at once, and go on from the copy that "
-           "`smp::keep_copy` has left in memory; with `shrink` fewer ranks are, in a layout that "
-           "computes the same. By `smprun`, which then needs no `--restarts`; `restart` also by "
-           "torchrun.")
+           "The fate of a job in which a rank has failed (see docs/recovery.md): with `restart` "
+           "all ranks are started again, at once, and go on from the copy that `smp::keep_copy` "
+           "has left in memory; with `shrink` fewer ranks are, in a layout that computes the same. "
+           "By `smprun`, which then needs no `--restarts`; `restart` also by torchrun.")
           .values({"off", "restart", "shrink"}),
-      integer(
-          "recovery_interval", int64_t{0},
-          "Of how many calls of `smp::keep_copy` one keeps a copy. 0: of as many as it takes for "
-          "copies to need 3 % of the time at most, as measured.")
+      integer("recovery_interval", int64_t{0},
+              "The number of calls of `smp::keep_copy` of which one keeps a copy. 0: as many as it "
+              "takes for copies to need 3 % of the time at most, as measured.")
           .at_least(0)
           .at_most(kMostSteps),
       number("preempt_seconds", 0.0,
@@ -355,8 +347,8 @@ std::vector<Parameter> failure_rows() {
           .at_least(0)
           .at_most(kMostSeconds),
       text("record_hashes", {},
-           "A folder into which each rank writes hashes of what its operators compute in every "
-           "step, and of the gradients of parameters: `smp_diff` compares two of them (see "
+           "A folder into which each rank writes hashes of its operators' results in every step, "
+           "and of the gradients of parameters: `smp_diff` compares two of them (see "
            "docs/corruption.md). Takes time and room on the disk."),
   };
 }
@@ -364,18 +356,18 @@ std::vector<Parameter> failure_rows() {
 std::vector<Parameter> memory_rows() {
   return {
       text("activation_checkpointing", "modules",
-           "What runs again in the backward pass instead of being kept for it (see "
+           "The modules that run again in the backward pass instead of being kept for it (see "
            "docs/activation_memory.md): the `modules` for which the program calls "
-           "`smp::set_activation_checkpointing`, or these and what `auto` adds, so that no rank is "
-           "predicted to need more than `memory_limit_mb`.")
+           "`smp::set_activation_checkpointing`, or these and those that `auto` adds, so that no "
+           "rank is predicted to need more than `memory_limit_mb`.")
           .values({"modules", "auto"}),
       boolean("offload_activations", false,
-              "Move what checkpointed modules keep for the backward pass out of the way: from a "
-              "device to the host's memory, and from the host to a file in `offload_directory`. No "
-              "effect without activation checkpointing."),
+              "Move the tensors that checkpointed modules keep for the backward pass out of the "
+              "way: from a device to the host's memory, and from the host to a file in "
+              "`offload_directory`. No effect without activation checkpointing."),
       integer("activation_loading_horizon", int64_t{4},
               "How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its "
-              "offloaded activations are fetched back. What is needed within as many is not "
+              "offloaded activations are fetched back. Values needed within as many are not "
               "offloaded.")
           .at_least(1)
           .at_most(kMostMicrobatches),
@@ -398,8 +390,8 @@ std::vector<Parameter> precision_rows() {
               "with `bf16`."),
       boolean(
           "fp16_params", false,
-          "With `fp16` only, which gives all parameters float16. (In SMP 1.x it gives float16 to "
-          "those of distributed modules, without masters, and is older than `fp16`.)"),
+          "Allowed with `fp16` only, which gives all parameters float16. (In SMP 1.x it gives "
+          "float16 to those of distributed modules, without masters, and is older than `fp16`.)"),
       boolean("bf16", false,
               "Give models parameters of bfloat16, and optimizers master weights of float32 (see "
               "docs/precision.md). Not together with `fp16`. (In SMP 1.x it needs "
@@ -418,7 +410,7 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "The ranks of a tensor-parallel group are given one batch, shared out by "
               "`smp::rdp_rank()`, instead of one each, by `smp::dp_rank()`."),
       text("tensor_parallelism", "auto",
-           "Which modules of the program may be divided by rewriting what was captured: the "
+           "Which modules of the program may be divided by rewriting the captured graph: the "
            "`marked` ones, made under `smp::tensor_parallelism` or given to "
            "`smp::set_tensor_parallelism`, or, with `auto`, all if none is marked and none is a "
            "distributed module of `smp::nn`.")
@@ -449,11 +441,10 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "Gather parameters within and across hosts apart. Accepted for SMP's configurations "
               "and without effect: collectives find their way by themselves (see "
               "docs/collectives.md)."),
-      number(
-          "sdp_gradient_clipping", 1.0,
-          "With sharded data parallelism, the L2 norm over all parameters to which "
-          "`optimizer.step()` clips gradients. Always on, as in SMP 1.x, and the first step says "
-          "so in the log; a norm that no gradients have, such as 1e9, leaves them as they are.")
+      number("sdp_gradient_clipping", 1.0,
+             "The L2 norm over all parameters to which `optimizer.step()` clips gradients, with "
+             "sharded data parallelism. Always on, as in SMP 1.x, and the first step says so in "
+             "the log; a norm that no gradients have, such as 1e9, leaves them as they are.")
           .above(0),
   };
 }

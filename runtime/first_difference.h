@@ -12,7 +12,7 @@ namespace smp::runtime {
 /// texts give twice "(nothing)".
 std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b);
 
-/// Of texts by rank, the first rank whose text is not rank 0's; 0 if they are all alike.
+/// The first rank whose text is not rank 0's, of texts by rank; 0 if they are all alike.
 size_t first_other(const std::vector<std::string>& texts);
 
 }  // namespace smp::runtime

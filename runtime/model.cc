@@ -246,7 +246,7 @@ Model::TensorDict Model::state_dict(bool gather_to_rank0) const {
   return result;
 }
 
-/// What this rank holds of the model by name: of what is divided its part or shard.
+/// The tensors of the model that this rank holds, by name: of divided ones its part or shard.
 Model::TensorDict Model::held() const {
   TensorDict result;
   for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
@@ -267,7 +267,7 @@ Model::TensorDict Model::local_state_dict() const {
   return result;
 }
 
-/// What does not fit, one line each: names, sizes (`sizes` says which are expected) and types.
+/// The misfits, one line each: names, sizes (`sizes` says which are expected) and types.
 std::string Model::misfits(
     const TensorDict& own, const TensorDict& given, bool strict,
     const std::function<std::vector<int64_t>(const at::Tensor&)>& sizes) const {
@@ -372,7 +372,7 @@ void Model::gather_from_owners() {
   at::NoGradGuard no_grad;
   const auto pipeline = runtime_->group(CommGroup::kPp);
   if (runtime_->sharding()) {
-    runtime_->sharding()->parameters()->take_back();  // what an earlier call gathered
+    runtime_->sharding()->parameters()->take_back();  // tensors that an earlier call gathered
     runtime_->sharding()->parameters()->lend();
   }
   for (const auto& tensors : {parameters(), buffers()}) {

@@ -24,13 +24,13 @@
 
 namespace smp::runtime {
 
-/// A wrapped module: its tensors by name, how they are divided, and the program's hooks. What users
-/// call is documented in `smp::ModelCore`.
+/// A wrapped module: its tensors by name, how they are divided, and the program's hooks. The
+/// methods that users call are documented in `smp::ModelCore`.
 class Model {
  public:
   using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
 
-  /// With `fp16` or `bf16`, converts the module.
+  /// Converts the module, with `fp16` or `bf16`.
   Model(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
         std::shared_ptr<Runtime> runtime);
 
@@ -94,8 +94,8 @@ class Model {
   /// How those that are trained at first are divided among the replicas; null before partitioning,
   /// and without `shard_optimizer_state`.
   std::shared_ptr<dp::ParameterSlices> slices();
-  /// What sums the gradients of these of its parameters. All programs that sum alike share it, one
-  /// after the other: a program of another batch size needs no memory for gradients.
+  /// The sums of the gradients of these of its parameters. All programs that sum alike share it,
+  /// one after the other: a program of another batch size needs no memory for gradients.
   std::shared_ptr<dp::WholeGradients> gradients(const std::vector<at::Tensor>& parameters,
                                                 const dp::BucketOptions& options);
 
@@ -121,7 +121,7 @@ class Model {
   std::shared_ptr<torch::nn::Module> module_;
   ModelOptions options_;
   std::shared_ptr<Runtime> runtime_;
-  std::weak_ptr<LentWholes> gathered_;  // by the last `cpu`
+  std::weak_ptr<LentWholes> gathered_;  // those of the last `cpu`
   uint64_t shared_calls_ = 0;
   std::optional<at::ScalarType> half_;
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();

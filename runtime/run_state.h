@@ -17,14 +17,14 @@
 #include "pipeline/action.h"
 #include "runtime/step/step_functions.h"
 
-// What a rank's program is at, by who writes it. Internal; parts of `Runtime`.
+// State of a rank's program, by its writer. Internal; parts of `Runtime`.
 namespace smp::runtime {
 
 class LossScaler;
 class Sharding;
 class StepValue;
 
-/// What a run that is resumed continues. Written by steps, and by loading.
+/// The state that a resumed run continues. Written by steps, and by loading.
 struct Progress {
   /// The seed of all random streams, the same on all ranks; settled in the first step.
   std::optional<uint64_t> seed;
@@ -41,13 +41,13 @@ struct Progress {
   bool stop_is_agreed = false;
 };
 
-/// What the first step settles for the rest of the program. Written by runtime/step in that step.
+/// The results of the first step for the rest of the program. Written by runtime/step in that step.
 struct FirstStep {
   /// The schedule of `"pipeline": "file"` in its text form; the same on all ranks.
   std::string schedule;
   /// Bytes of its device that each rank may count on; 0 on the CPU, and once no plan keeps it.
   int64_t device_share = 0;
-  /// What computing and sending take, as far as the model itself is not measured.
+  /// Costs of computing and sending, as far as the model itself is not measured.
   partitioner::CostModel costs;
   /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
@@ -67,28 +67,29 @@ struct FirstStep {
 struct CurrentStep {
   bool is_running = false;  ///< on this thread
   bool is_captured = false;
+  int microbatches = 0;  ///< those of this replica, in the call that the function runs for
   /// The program whose gradients wait for later steps (`backward_passes_per_step`); null: none.
   const void* adding_up = nullptr;
 };
 
-/// What reaches into steps from outside. Registered by whoever is constructed for it.
+/// Inputs that reach steps from outside. Each is registered by the object that it belongs to.
 struct StepInputs {
   /// Numbers that are inputs of every step function.
   std::vector<std::weak_ptr<StepValue>> values;
   /// Tensors that step functions read, are not given, and need not be given.
   graph::WholeTensors wholes;
-  /// By what `model->backward` multiplies the loss: that of the optimizer that has one.
+  /// The factor of the loss in `model->backward`: that of the optimizer that has one.
   std::weak_ptr<LossScaler> loss_scaler;
 };
 
 /// How `ScheduleRunner`s run schedules. Written by them, and by tests before the first step.
 struct Execution {
-  /// Of the configuration's `timeline`: the same on all ranks.
+  /// State of the configuration's `timeline`: the same on all ranks.
   enum class Timeline { kNotBegun, kRecorded, kDone };
   Timeline timeline = Timeline::kNotBegun;
   /// In how many steps of training schedules can still be tried.
   int trial_steps = 64;
-  /// Of the configuration's `record_hashes`; null before the first step.
+  /// Hashes for the configuration's `record_hashes`; null before the first step.
   std::shared_ptr<graph::HashLogWriter> hash_log;
   /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
   /// arrive while the one before it is used.

@@ -48,7 +48,7 @@ std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-/// What users call a job: the number that it was given, else the process of rank 0.
+/// The name of a job for users: the number that it was given, else the process of rank 0.
 std::string job_name() {
   if (const auto id = core::env("SMP_JOB_ID")) return *id;
   const auto id = core::env("TORCHELASTIC_RUN_ID");
@@ -74,14 +74,15 @@ std::shared_ptr<core::Status> make_status(comm::Communicator& world,
 constexpr CommGroup kModelGroups[] = {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp,
                                       CommGroup::kDp};
 
-/// What users would otherwise find out by bits that differ, or by time that is lost.
+/// Tells of properties that users would otherwise find out by bits that differ, or by time that is
+/// lost.
 void tell_of_device(const Runtime& runtime, at::Device device) {
   if (!core::uses_deterministic_kernels()) {
     core::log_info(c10::str("bits on ", device,
                             " may differ from run to run: some kernels add in another order each "
                             "time. \"deterministic\": true takes those that do not"));
   }
-  std::map<std::string, std::string> groups;  // by the way that their tensors go
+  std::map<std::string, std::string> groups;  // groups by the way that their tensors go
   for (CommGroup kind : kModelGroups) {
     const comm::Communicator& group = *runtime.group(kind);
     const std::string route = comm::device_route(group);
@@ -122,7 +123,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
     core::note_configuration(config_.to_json());
     for (const std::string& line : config_.overridden()) core::log_info(line);
   }
-  // Of the world and what is split from it.
+  // Settings of the world, inherited by its splits.
   world_->check_collectives(config_.check_collectives());
   world_->set_device_transport(
       {config_.ddp_dist_backend() == "nccl", config_.numerics() == "fast"});

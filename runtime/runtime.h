@@ -59,7 +59,7 @@ class Runtime {
   int rank() const { return world_->rank(); }
   int rank_in(CommGroup group) const { return topology_.rank_in(group, rank()); }
 
-  /// What this rank says of itself; never null.
+  /// This rank's status; never null.
   const std::shared_ptr<core::Status>& status() const { return status_; }
   comm::CommunicatorPtr world() const { return world_; }
   /// The communicator of this rank's group; made at `init`.
@@ -93,13 +93,12 @@ class Runtime {
   const ParameterTable& table() const { return table_; }
   ParameterTable& table() { return table_; }
 
-  /// Who keeps copies; null: `"recovery"` is off.
+  /// The ranks that keep copies; null: `"recovery"` is off.
   std::shared_ptr<const CopyHolders> copy_holders;
   /// Whether this rank notes how far the job has come: rank 0, and where the notes lie with the
   /// copies, a rank of each holder.
   bool notes_progress() const;
-  /// What this start of the job is told of those before; nothing at the first. The same on all
-  /// ranks.
+  /// The news of earlier starts of the job; nothing at the first. The same on all ranks.
   std::optional<core::Restart> restart;
 
   Progress progress;
@@ -117,7 +116,7 @@ class Runtime {
   /// the group takes tensors of the models' device.
   std::shared_ptr<comm::ChannelPool> pipeline_channels();
 
-  /// What `model->cpu()` has put together of divided layers; null: nothing.
+  /// Divided layers that `model->cpu()` has put together; null: nothing.
   std::shared_ptr<LentWholes> lent;
   /// The ranks with which divided layers communicate: the tensor-parallel group, or this rank alone
   /// while it has them whole.
@@ -125,9 +124,9 @@ class Runtime {
   /// This rank alone. Collective over the tensor-parallel group at the first call.
   comm::CommunicatorPtr rank_alone();
 
-  /// A save under way and what checkpoints hold beside models and optimizers; made when needed.
+  /// A save under way and the state in checkpoints beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;
-  /// What the program does around its steps; never null.
+  /// Watches the program's use of its steps; never null.
   std::shared_ptr<UpdateWatch> update_watch;
   /// Whether replicas may run out of batches; never null.
   std::shared_ptr<ReplicaJoin> replica_join;

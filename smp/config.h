@@ -23,11 +23,11 @@ struct Distribution;
 /// The value of a parameter. The empty state means "unset".
 using ConfigValue = std::variant<std::monostate, bool, int64_t, double, std::string>;
 
-/// The parameters of a training job: what the program, a file and the environment say, with
+/// The parameters of a training job: those of the program, a file and the environment, with
 /// defaults for the rest. Every parameter is described in docs/configuration.md.
 ///
-/// The environment wins over a file, and a file over the program, key by key, whatever the order
-/// of the calls. Nothing is judged when it is set: `validate()` reports all mistakes together.
+/// The environment wins over a file, and a file over the program, key by key, whatever the order of
+/// the calls. Nothing is judged when it is set: `validate()` reports all mistakes together.
 ///
 /// Example:
 /// \code
@@ -43,7 +43,7 @@ class SMP_API Config {
   /// Throws `ConfigError` when the file cannot be read, is not such JSON, or repeats a key.
   static Config from_file(const std::string& path);
 
-  /// As `from_file`, from JSON text; errors call it `source_name`.
+  /// The same as `from_file`, from JSON text; errors call it `source_name`.
   static Config from_json(const std::string& text, const std::string& source_name);
 
   /// This configuration with the values of the environment variable `SM_HP_MP_PARAMETERS` (JSON)
@@ -78,7 +78,7 @@ class SMP_API Config {
   /// The parameters in effect as one JSON object on one line, keys sorted. `from_json` takes it.
   std::string to_json() const;
 
-  /// The parameters in effect, one per line with the source of each and what it overrides.
+  /// The parameters in effect, one per line with the source of each and the ones that it overrides.
   std::string to_string() const;
 
   /// The xxHash-64 of `to_json()`: equal on two ranks when the same parameters are in effect.
@@ -105,7 +105,7 @@ class SMP_API Config {
   Config& microbatches(int64_t value) { return set("microbatches", value); }
   int64_t microbatches() const { return std::get<int64_t>(get("microbatches")); }
 
-  /// What `pipeline` can be.
+  /// The values of `pipeline`.
   enum class Pipeline {
     kSimple,
     kInterleaved,
@@ -127,10 +127,10 @@ class SMP_API Config {
   /// and `zb_h2` keep fewer microbatches or fill idle time with split backwards;
   /// `interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several stages
   /// (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts the step with
-  /// each and takes the shortest, measures in the first steps, and takes another one if that is
-  /// better by what was measured; `file` loads it from `schedule_file`. All give the same numbers,
-  /// bit for bit. A step function without `backward` gets a forward-only schedule by itself; with
-  /// `_only_forward` one that has a `backward` is an error. Default: "interleaved".
+  /// each and takes the shortest, measures in the first steps, and takes another one if the
+  /// measurements say that it is better; `file` loads it from `schedule_file`. All give the same
+  /// numbers, bit for bit. A step function without `backward` gets a forward-only schedule by
+  /// itself; with `_only_forward` one that has a `backward` is an error. Default: "interleaved".
   Config& pipeline(Pipeline value) { return choose("pipeline", static_cast<size_t>(value)); }
   Config& pipeline(std::string value) { return set("pipeline", std::move(value)); }
   std::string pipeline() const { return std::get<std::string>(get("pipeline")); }
@@ -150,9 +150,9 @@ class SMP_API Config {
     return get_if_set<std::string>("schedule_file");
   }
 
-  /// An HTML page: world rank 0 writes there what each rank did when in three training steps (the
-  /// third to the fifth of the first step function that trains), and beside it, with the ending
-  /// .json, a trace for Perfetto (see docs/timeline.md). Unset by default.
+  /// An HTML page: world rank 0 writes there when each rank did which action in three training
+  /// steps (the third to the fifth of the first step function that trains), and beside it, with the
+  /// ending .json, a trace for Perfetto (see docs/timeline.md). Unset by default.
   Config& timeline(std::string value) { return set("timeline", std::move(value)); }
   std::optional<std::string> timeline() const { return get_if_set<std::string>("timeline"); }
 
@@ -166,34 +166,34 @@ class SMP_API Config {
   Config& deterministic_server(bool value) { return set("deterministic_server", value); }
   bool deterministic_server() const { return std::get<bool>(get("deterministic_server")); }
 
-  /// What `input_source` can be.
+  /// The values of `input_source`.
   enum class InputSource { kAll, kFirst };
-  /// Who supplies the inputs of a step: `all` ranks of a pipeline pass the same batch (checked), or
-  /// only the `first` does, as in SMP 1.x, and the others pass dummies of the same shapes and
-  /// types, whose contents do not count; its tensors are sent to them. Default: "all".
+  /// The ranks that supply the inputs of a step: `all` ranks of a pipeline pass the same batch
+  /// (checked), or only the `first` does, as in SMP 1.x, and the others pass dummies of the same
+  /// shapes and types, whose contents do not count; its tensors are sent to them. Default: "all".
   Config& input_source(InputSource value) {
     return choose("input_source", static_cast<size_t>(value));
   }
   Config& input_source(std::string value) { return set("input_source", std::move(value)); }
   std::string input_source() const { return std::get<std::string>(get("input_source")); }
 
-  /// What `numerics` can be.
+  /// The values of `numerics`.
   enum class Numerics { kExact, kFast };
   /// `exact`: losses, gradients and weights equal those of a single process bit for bit. `fast`
   /// allows other rounding, and other random numbers for a sample, never other mathematics: where
   /// the samples of a batch are independent, several microbatches may run as one (see
-  /// docs/schedules.md), and on GPUs NCCL reduces in an order of its own and Adam and AdamW take
-  /// fused kernels (see docs/cuda.md). Default: "exact".
+  /// docs/schedules.md), and on GPUs NCCL reduces in an order of its own (see docs/cuda.md).
+  /// Default: "exact".
   Config& numerics(Numerics value) { return choose("numerics", static_cast<size_t>(value)); }
   Config& numerics(std::string value) { return set("numerics", std::move(value)); }
   std::string numerics() const { return std::get<std::string>(get("numerics")); }
 
-  /// What `cuda_graphs` can be.
+  /// The values of `cuda_graphs`.
   enum class CudaGraphs { kAuto, kOn, kOff };
   /// Whether a stage's computations on a GPU are captured as CUDA graphs in the second step, and
-  /// launched as a whole from then on, with the same bits. `auto`: what cannot be captured runs
-  /// operator by operator, and a line of log says why. `on`: that is an error (see docs/cuda.md).
-  /// Default: "off".
+  /// launched as a whole from then on, with the same bits. `auto`: a computation that cannot be
+  /// captured runs operator by operator, and a line of log says why. `on`: that is an error (see
+  /// docs/cuda.md). Default: "off".
   Config& cuda_graphs(CudaGraphs value) {
     return choose("cuda_graphs", static_cast<size_t>(value));
   }
@@ -216,15 +216,15 @@ class SMP_API Config {
     return std::get<bool>(get("gradient_accumulation_fusion"));
   }
 
-  /// What `guard` can be.
+  /// The values of `guard`.
   enum class Guard { kEveryStep, kFirstStep, kEveryMicrobatch };
   /// In which steps a step function runs again, on tensors without data, to see whether it still
-  /// does what was captured: in `every_step`, in the `first_step` only, or in every N-th; or in
-  /// every step once for each microbatch (`every_microbatch`), whose numbers and contents of
+  /// does the same as in the capture: in `every_step`, in the `first_step` only, or in every N-th;
+  /// or in every step once for each microbatch (`every_microbatch`), whose numbers and contents of
   /// tensors made from host data may then differ, as in SMP 1.x. In a step without guard the
   /// operators and numbers of the last guarded one are replayed: side effects of the function,
-  /// numbers that it changed (a loss weight) and `train()` or `eval()` are not seen, and what it
-  /// returns besides tensors is what the last guarded step returned. Inputs of other shapes, and
+  /// numbers that it changed (a loss weight) and `train()` or `eval()` are not seen, and its
+  /// results besides tensors are those of the last guarded step. Inputs of other shapes, and
   /// arguments with `smp_slice`, are guarded always. Default: "every_step".
   Config& guard(Guard value) { return choose("guard", static_cast<size_t>(value)); }
   Config& guard(std::string value) { return set("guard", std::move(value)); }
@@ -247,26 +247,25 @@ class SMP_API Config {
   Config& auto_partition(bool value) { return set("auto_partition", value); }
   bool auto_partition() const { return std::get<bool>(get("auto_partition")); }
 
-  /// The partition of what is outside every partition scope. Required when `auto_partition` is
+  /// The partition of operators outside every partition scope. Required when `auto_partition` is
   /// false; must be less than `partitions`. An integer from 0 to 1000000. Default: 0.
   Config& default_partition(int64_t value) { return set("default_partition", value); }
   int64_t default_partition() const { return std::get<int64_t>(get("default_partition")); }
 
-  /// What `optimize` can be.
+  /// The values of `optimize`.
   enum class Optimize { kMemory, kSpeed };
-  /// Whether the automatic partition balances memory or time first. It selects the default of
-  /// `memory_weight`; and what tensor-parallel ranks hold of activations between divided layers:
-  /// with `memory` each has its part of the samples or positions, with `speed` all of them, for
-  /// less communication (see docs/tensor_parallelism.md). Transformers of `smp::nn` have an option
-  /// of their own, which wins. Default: "memory".
+  /// Whether tensor-parallel ranks save memory or time between divided layers. With `memory` each
+  /// has its part of the samples or positions of activations, with `speed` all of them, for less
+  /// communication (see docs/tensor_parallelism.md). Transformers of `smp::nn` have an option of
+  /// their own, which wins. SMP 1.x takes the default of `memory_weight` from it, too. Default:
+  /// "memory".
   Config& optimize(Optimize value) { return choose("optimize", static_cast<size_t>(value)); }
   Config& optimize(std::string value) { return set("optimize", std::move(value)); }
   std::string optimize() const { return std::get<std::string>(get("optimize")); }
 
-  /// How much memory counts in the automatic partition: 1.0 balances memory only, 0.0 compute time
-  /// only. The default balances memory first, so a step may take longer than it must: where all
-  /// ranks have memory enough, set `optimize` to `speed`, or this to 0 and `memory_limit_mb` to
-  /// what a rank has. A number from 0 to 1. Default: 0.2 if `optimize` is `speed`, else 0.8.
+  /// How much memory counts in the automatic partition: 0.0 balances compute time only, so that the
+  /// predicted step is the shortest that keeps `memory_limit_mb`; 1.0 balances memory only. In SMP
+  /// 1.x the default is 0.8, or 0.2 with `"optimize": "speed"`. A number from 0 to 1. Default: 0.0.
   Config& memory_weight(double value) { return set("memory_weight", value); }
   double memory_weight() const { return std::get<double>(get("memory_weight")); }
 
@@ -303,12 +302,12 @@ class SMP_API Config {
   std::optional<std::string> graph_file() const { return get_if_set<std::string>("graph_file"); }
 
   /// Measure in the first step how long each operator takes, forward and backward: the least of up
-  /// to three runs, within about two seconds more. `false` estimates the times from what operators
-  /// move and multiply (`cost_model`). (In SMP 1.x the default is `false`.) Default: true.
+  /// to three runs, within about two seconds more. `false` estimates the times from the bytes and
+  /// operations of operators (`cost_model`). (In SMP 1.x the default is `false`.) Default: true.
   Config& trace_execution_times(bool value) { return set("trace_execution_times", value); }
   bool trace_execution_times() const { return std::get<bool>(get("trace_execution_times")); }
 
-  /// What the partitioner takes calls, bytes, floating point operations and messages to cost where
+  /// The costs of calls, bytes, floating point operations and messages in the partitioner, where
   /// the model itself is not measured: `auto` has fixed numbers for cores and for GPUs, `measured`
   /// measures the device and the links between ranks in the first step, the name of a GPU (`h100`)
   /// is that one's data sheet, and anything else is a JSON file (see docs/partitioning.md).
@@ -316,8 +315,8 @@ class SMP_API Config {
   Config& cost_model(std::string value) { return set("cost_model", std::move(value)); }
   std::string cost_model() const { return std::get<std::string>(get("cost_model")); }
 
-  /// Measure in the first step what is kept from forward to backward. `false` takes it to be what
-  /// operators return. Default: false.
+  /// Measure in the first step the memory kept from forward to backward. `false` takes it to be
+  /// that of the operators' results. Default: false.
   Config& trace_memory_usage(bool value) { return set("trace_memory_usage", value); }
   bool trace_memory_usage() const { return std::get<bool>(get("trace_memory_usage")); }
 
@@ -334,7 +333,7 @@ class SMP_API Config {
     return std::get<bool>(get("delayed_parameter_initialization"));
   }
 
-  /// What `placement_strategy` can be.
+  /// The values of `placement_strategy`.
   enum class PlacementStrategy { kCluster, kSpread, kDPT, kDTP, kPDT, kPTD, kTDP, kTPD };
   /// How ranks are placed. The letters are the digits of a rank in mixed radix: D replica, P
   /// partition, T tensor-parallel rank; the right-most letter varies fastest. `cluster` is `DPT`:
@@ -362,7 +361,7 @@ class SMP_API Config {
   Config& ddp_port(int64_t value) { return set("ddp_port", value); }
   std::optional<int64_t> ddp_port() const { return get_if_set<int64_t>("ddp_port"); }
 
-  /// What `ddp_dist_backend` can be.
+  /// The values of `ddp_dist_backend`.
   enum class DdpDistBackend { kAuto, kNccl };
   /// How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group has a
   /// GPU of its own in a build for CUDA, otherwise host memory; with `nccl` anything else is an
@@ -378,10 +377,10 @@ class SMP_API Config {
   Config& bucket_cap_mb(double value) { return set("bucket_cap_mb", value); }
   double bucket_cap_mb() const { return std::get<double>(get("bucket_cap_mb")); }
 
-  /// Let the C library of a rank keep what a step frees for the next one, instead of giving it back
-  /// to the system and asking for it again, page by page. No effect with another allocator, or
-  /// where the environment tunes it (`MALLOC_...`). And let tensors use all of it again, by
-  /// aligning them otherwise than libtorch does. Default: true.
+  /// Let the C library of a rank keep the memory that a step frees for the next one, instead of
+  /// giving it back to the system and asking for it again, page by page. No effect with another
+  /// allocator, or where the environment tunes it (`MALLOC_...`). And let tensors use all of it
+  /// again, by aligning them otherwise than libtorch does. Default: true.
   Config& keep_freed_memory(bool value) { return set("keep_freed_memory", value); }
   bool keep_freed_memory() const { return std::get<bool>(get("keep_freed_memory")); }
 
@@ -390,9 +389,9 @@ class SMP_API Config {
   Config& timeout_seconds(double value) { return set("timeout_seconds", value); }
   double timeout_seconds() const { return std::get<double>(get("timeout_seconds")); }
 
-  /// After how many seconds a blocking wait for another rank is worth a warning, with what all
-  /// ranks of the host do and the chain of waits to its cause (see docs/status.md). 0 for none. A
-  /// number from 0 to 1000000000. Default: 60.0.
+  /// After how many seconds a blocking wait for another rank is worth a warning, with the actions
+  /// of all ranks of the host and the chain of waits to its cause (see docs/status.md). 0 for none.
+  /// A number from 0 to 1000000000. Default: 60.0.
   Config& stall_seconds(double value) { return set("stall_seconds", value); }
   double stall_seconds() const { return std::get<double>(get("stall_seconds")); }
 
@@ -410,19 +409,19 @@ class SMP_API Config {
   Config& replay_check(int64_t value) { return set("replay_check", value); }
   int64_t replay_check() const { return std::get<int64_t>(get("replay_check")); }
 
-  /// What `recovery` can be.
+  /// The values of `recovery`.
   enum class Recovery { kOff, kRestart, kShrink };
-  /// What becomes of a job in which a rank has failed (see docs/recovery.md): with `restart` all
-  /// ranks are started again, at once, and go on from the copy that `smp::keep_copy` has left in
-  /// memory; with `shrink` fewer ranks are, in a layout that computes the same. By `smprun`, which
-  /// then needs no `--restarts`; `restart` also by torchrun. Default: "off".
+  /// The fate of a job in which a rank has failed (see docs/recovery.md): with `restart` all ranks
+  /// are started again, at once, and go on from the copy that `smp::keep_copy` has left in memory;
+  /// with `shrink` fewer ranks are, in a layout that computes the same. By `smprun`, which then
+  /// needs no `--restarts`; `restart` also by torchrun. Default: "off".
   Config& recovery(Recovery value) { return choose("recovery", static_cast<size_t>(value)); }
   Config& recovery(std::string value) { return set("recovery", std::move(value)); }
   std::string recovery() const { return std::get<std::string>(get("recovery")); }
 
-  /// Of how many calls of `smp::keep_copy` one keeps a copy. 0: of as many as it takes for copies
-  /// to need 3 % of the time at most, as measured. An integer from 0 to 1000000000000000. Default:
-  /// 0.
+  /// The number of calls of `smp::keep_copy` of which one keeps a copy. 0: as many as it takes for
+  /// copies to need 3 % of the time at most, as measured. An integer from 0 to 1000000000000000.
+  /// Default: 0.
   Config& recovery_interval(int64_t value) { return set("recovery_interval", value); }
   int64_t recovery_interval() const { return std::get<int64_t>(get("recovery_interval")); }
 
@@ -433,19 +432,19 @@ class SMP_API Config {
   Config& preempt_seconds(double value) { return set("preempt_seconds", value); }
   double preempt_seconds() const { return std::get<double>(get("preempt_seconds")); }
 
-  /// A folder into which each rank writes hashes of what its operators compute in every step, and
-  /// of the gradients of parameters: `smp_diff` compares two of them (see docs/corruption.md).
-  /// Takes time and room on the disk. Unset by default.
+  /// A folder into which each rank writes hashes of its operators' results in every step, and of
+  /// the gradients of parameters: `smp_diff` compares two of them (see docs/corruption.md). Takes
+  /// time and room on the disk. Unset by default.
   Config& record_hashes(std::string value) { return set("record_hashes", std::move(value)); }
   std::optional<std::string> record_hashes() const {
     return get_if_set<std::string>("record_hashes");
   }
 
-  /// What `activation_checkpointing` can be.
+  /// The values of `activation_checkpointing`.
   enum class ActivationCheckpointing { kModules, kAuto };
-  /// What runs again in the backward pass instead of being kept for it (see
+  /// The modules that run again in the backward pass instead of being kept for it (see
   /// docs/activation_memory.md): the `modules` for which the program calls
-  /// `smp::set_activation_checkpointing`, or these and what `auto` adds, so that no rank is
+  /// `smp::set_activation_checkpointing`, or these and those that `auto` adds, so that no rank is
   /// predicted to need more than `memory_limit_mb`. Default: "modules".
   Config& activation_checkpointing(ActivationCheckpointing value) {
     return choose("activation_checkpointing", static_cast<size_t>(value));
@@ -457,14 +456,14 @@ class SMP_API Config {
     return std::get<std::string>(get("activation_checkpointing"));
   }
 
-  /// Move what checkpointed modules keep for the backward pass out of the way: from a device to the
-  /// host's memory, and from the host to a file in `offload_directory`. No effect without
-  /// activation checkpointing. Default: false.
+  /// Move the tensors that checkpointed modules keep for the backward pass out of the way: from a
+  /// device to the host's memory, and from the host to a file in `offload_directory`. No effect
+  /// without activation checkpointing. Default: false.
   Config& offload_activations(bool value) { return set("offload_activations", value); }
   bool offload_activations() const { return std::get<bool>(get("offload_activations")); }
 
   /// How many pipeline tasks (forwards and backwards of a rank) ahead of a backward its offloaded
-  /// activations are fetched back. What is needed within as many is not offloaded. An integer from
+  /// activations are fetched back. Values needed within as many are not offloaded. An integer from
   /// 1 to 1000000. Default: 4.
   Config& activation_loading_horizon(int64_t value) {
     return set("activation_loading_horizon", value);
@@ -493,8 +492,8 @@ class SMP_API Config {
   Config& fp16(bool value) { return set("fp16", value); }
   bool fp16() const { return std::get<bool>(get("fp16")); }
 
-  /// With `fp16` only, which gives all parameters float16. (In SMP 1.x it gives float16 to those of
-  /// distributed modules, without masters, and is older than `fp16`.) Default: false.
+  /// Allowed with `fp16` only, which gives all parameters float16. (In SMP 1.x it gives float16 to
+  /// those of distributed modules, without masters, and is older than `fp16`.) Default: false.
   Config& fp16_params(bool value) { return set("fp16_params", value); }
   bool fp16_params() const { return std::get<bool>(get("fp16_params")); }
 
@@ -516,10 +515,10 @@ class SMP_API Config {
   Config& prescaled_batch(bool value) { return set("prescaled_batch", value); }
   bool prescaled_batch() const { return std::get<bool>(get("prescaled_batch")); }
 
-  /// What `tensor_parallelism` can be.
+  /// The values of `tensor_parallelism`.
   enum class TensorParallelism { kAuto, kMarked };
-  /// Which modules of the program may be divided by rewriting what was captured: the `marked` ones,
-  /// made under `smp::tensor_parallelism` or given to `smp::set_tensor_parallelism`, or, with
+  /// Which modules of the program may be divided by rewriting the captured graph: the `marked`
+  /// ones, made under `smp::tensor_parallelism` or given to `smp::set_tensor_parallelism`, or, with
   /// `auto`, all if none is marked and none is a distributed module of `smp::nn`. Default: "auto".
   Config& tensor_parallelism(TensorParallelism value) {
     return choose("tensor_parallelism", static_cast<size_t>(value));
@@ -581,9 +580,9 @@ class SMP_API Config {
     return std::get<bool>(get("sdp_hierarchical_allgather"));
   }
 
-  /// With sharded data parallelism, the L2 norm over all parameters to which `optimizer.step()`
-  /// clips gradients. Always on, as in SMP 1.x, and the first step says so in the log; a norm that
-  /// no gradients have, such as 1e9, leaves them as they are. A number > 0. Default: 1.0.
+  /// The L2 norm over all parameters to which `optimizer.step()` clips gradients, with sharded data
+  /// parallelism. Always on, as in SMP 1.x, and the first step says so in the log; a norm that no
+  /// gradients have, such as 1e9, leaves them as they are. A number > 0. Default: 1.0.
   Config& sdp_gradient_clipping(double value) { return set("sdp_gradient_clipping", value); }
   double sdp_gradient_clipping() const { return std::get<double>(get("sdp_gradient_clipping")); }
 

@@ -18,6 +18,7 @@
 #include "runtime/save/background_save.h"
 #include "runtime/save/kept_copy.h"
 #include "runtime/save/loading.h"
+#include "runtime/save/program_tensors.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
 #include "smp/model_core.h"
@@ -31,13 +32,13 @@ using runtime::Runtime;
 
 int64_t steps_done() { return Runtime::get().progress.training_steps; }
 
-/// What notes a checkpoint, on the ranks that note.
+/// The function that notes a checkpoint, on the ranks that note.
 std::function<void()> noting(const core::SavedCheckpoint& saved) {
   if (!Runtime::get().notes_progress()) return nullptr;
   return [saved] { core::note_checkpoint(saved); };
 }
 
-SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Optimizer* optimizer,
+SaveHandle save_run(const std::string& path, const CheckpointParts& parts,
                     const std::string& user_content, bool asynchronous) {
   runtime::SaveRequest request;
   request.call = "smp::save";
@@ -46,12 +47,19 @@ SaveHandle save_run(const std::string& path, const ModelCore& model, runtime::Op
   request.lock = checkpoint::lock_of_writer(path);
   request.asynchronous = asynchronous;
   request.user_content = user_content;
-  if (optimizer != nullptr) request.note = noting({path, steps_done()});
-  return SaveHandle(runtime::save(request, model.impl(), optimizer));
+  if (!parts.optimizers().empty()) request.note = noting({path, steps_done()});
+  return SaveHandle(runtime::save(request, parts));
 }
 
-SaveHandle save_tagged(const std::string& path, const std::string& tag, const ModelCore& model,
-                       runtime::Optimizer* optimizer, const SaveCheckpointOptions& options) {
+CheckpointParts parts_of(const ModelCore& model) { return CheckpointParts().add(model); }
+CheckpointParts parts_of(const ModelCore& model, const OptimizerCore& optimizer) {
+  return CheckpointParts().add(model, optimizer);
+}
+
+}  // namespace
+
+SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
+                           const CheckpointParts& given, const SaveCheckpointOptions& options) {
   const std::optional<int64_t> kept = options.num_kept_partial_checkpoints();
   SMP_CHECK_WITH(UsageError, !kept || *kept >= 1,
                  "smp::save_checkpoint: expected num_kept_partial_checkpoints of at least 1, got ",
@@ -66,16 +74,19 @@ SaveHandle save_tagged(const std::string& path, const std::string& tag, const Mo
   request.asynchronous = options.asynchronous();
   request.user_content = options.user_content();
   if (kept) request.arguments = c10::str(", ", *kept, " kept");
-  if (!options.partial()) optimizer = nullptr;  // a full checkpoint is the model alone
-  if (optimizer != nullptr) request.note = noting({request.path, steps_done()});
+  // A full checkpoint is the model alone.
+  const CheckpointParts parts = options.partial() ? given : CheckpointParts(given.models(), {});
+  if (!parts.optimizers().empty()) request.note = noting({request.path, steps_done()});
   request.when_saved = [path, name, kept, options](double /*seconds*/) {
     checkpoint::update_newest(path, name);
     if (kept && options.partial()) {
       checkpoint::keep_partial(path, static_cast<size_t>(*kept), name);
     }
   };
-  return SaveHandle(runtime::save(request, model.impl(), optimizer));
+  return SaveHandle(runtime::save(request, parts));
 }
+
+namespace {
 
 constexpr std::string_view kObjectFile = "smp object 1\n";
 
@@ -92,9 +103,22 @@ std::string object_path(const std::string& path, bool partial) {
   return c10::str(path, "_", runtime.rank_in(CommGroup::kPp), "_", runtime.rank_in(CommGroup::kTp));
 }
 
-LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
-                 const ModelCore& model, runtime::Optimizer* optimizer,
-                 const LoadOptions& options) {
+}  // namespace
+
+CheckpointParts& CheckpointParts::add(const ModelCore& model) {
+  models_.push_back(&model.impl());
+  return *this;
+}
+CheckpointParts& CheckpointParts::add(const OptimizerCore& optimizer) {
+  optimizers_.push_back(&optimizer.impl());
+  return *this;
+}
+CheckpointParts& CheckpointParts::add(const ModelCore& model, const OptimizerCore& optimizer) {
+  return add(model).add(optimizer);
+}
+
+LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
+                                 const CheckpointParts& parts, const LoadOptions& options) {
   const core::CallScope here("smp::resume_from_checkpoint", "smp::resume");
   Runtime& runtime = Runtime::get();
   CheckpointContext::of(runtime).finish();
@@ -107,11 +131,9 @@ LoadedRun resume(const std::string& path, const std::optional<std::string>& tag,
   const auto found =
       std::find_if(names.begin(), names.end(), [](const auto& name) { return !name.empty(); });
   if (found == names.end()) return {/*step=*/0, /*user_content=*/"{}", {}, /*found=*/false};
-  return runtime::load(path + "/" + *found, model.impl(), options.partial() ? optimizer : nullptr,
-                       options);
+  return runtime::load(path + "/" + *found,
+                       options.partial() ? parts : CheckpointParts(parts.models(), {}), options);
 }
-
-}  // namespace
 
 void detail::save_object(const std::string& bytes, const std::string& path, bool partial) {
   checkpoint::write_file(object_path(path, partial), to_file(bytes));
@@ -144,59 +166,75 @@ void SaveHandle::wait() const {
 }
 
 void save(const std::string& path, const ModelCore& model, const std::string& user_content) {
-  save_run(path, model, nullptr, user_content, /*asynchronous=*/false);
+  save(path, parts_of(model), user_content);
 }
 void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
           const std::string& user_content) {
-  save_run(path, model, &optimizer.impl(), user_content, /*asynchronous=*/false);
+  save(path, parts_of(model, optimizer), user_content);
+}
+void save(const std::string& path, const CheckpointParts& parts, const std::string& user_content) {
+  save_run(path, parts, user_content, /*asynchronous=*/false);
 }
 
 SaveHandle save_async(const std::string& path, const ModelCore& model,
                       const std::string& user_content) {
-  return save_run(path, model, nullptr, user_content, /*asynchronous=*/true);
+  return save_async(path, parts_of(model), user_content);
 }
 SaveHandle save_async(const std::string& path, const ModelCore& model,
                       const OptimizerCore& optimizer, const std::string& user_content) {
-  return save_run(path, model, &optimizer.impl(), user_content, /*asynchronous=*/true);
+  return save_async(path, parts_of(model, optimizer), user_content);
+}
+SaveHandle save_async(const std::string& path, const CheckpointParts& parts,
+                      const std::string& user_content) {
+  return save_run(path, parts, user_content, /*asynchronous=*/true);
 }
 
 SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
                            const SaveCheckpointOptions& options) {
-  return save_tagged(path, tag, model, nullptr, options);
+  return save_checkpoint(path, tag, parts_of(model), options);
 }
 SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
                            const OptimizerCore& optimizer, const SaveCheckpointOptions& options) {
-  return save_tagged(path, tag, model, &optimizer.impl(), options);
+  return save_checkpoint(path, tag, parts_of(model, optimizer), options);
 }
 
 LoadedRun load(const std::string& path, const ModelCore& model, const LoadOptions& options) {
-  const core::CallScope here("smp::load");
-  return runtime::load(path, model.impl(), nullptr, options);
+  return load(path, parts_of(model), options);
 }
 LoadedRun load(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
                const LoadOptions& options) {
+  return load(path, parts_of(model, optimizer), options);
+}
+LoadedRun load(const std::string& path, const CheckpointParts& parts, const LoadOptions& options) {
   const core::CallScope here("smp::load");
-  return runtime::load(path, model.impl(), &optimizer.impl(), options);
+  return runtime::load(path, parts, options);
 }
 
 LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
                                  const ModelCore& model, const LoadOptions& options) {
-  return resume(path, tag, model, nullptr, options);
+  return resume_from_checkpoint(path, tag, parts_of(model), options);
 }
 LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
                                  const ModelCore& model, const OptimizerCore& optimizer,
                                  const LoadOptions& options) {
-  return resume(path, tag, model, &optimizer.impl(), options);
+  return resume_from_checkpoint(path, tag, parts_of(model, optimizer), options);
 }
 
 void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
                const std::string& user_content) {
+  keep_copy(parts_of(model, optimizer), user_content);
+}
+void keep_copy(const CheckpointParts& parts, const std::string& user_content) {
   const core::CallScope here("smp::keep_copy");
-  runtime::keep_copy(Runtime::get(), model.impl(), optimizer.impl(), user_content);
+  runtime::keep_copy(Runtime::get(), parts, user_content);
 }
 
 std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
                                               const OptimizerCore& optimizer,
+                                              const LoadOptions& options) {
+  return resume_after_restart(parts_of(model, optimizer), options);
+}
+std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
                                               const LoadOptions& options) {
   const core::CallScope here("smp::resume_after_restart", "smp::resume");
   auto checkpoints = runtime::checkpoints_before(Runtime::get());
@@ -204,7 +242,7 @@ std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
     const std::string newest = std::move(checkpoints.back());
     checkpoints.pop_back();
     try {
-      return load(newest, model, optimizer, options);
+      return load(newest, parts, options);
     } catch (const CheckpointError& error) {  // on all ranks, and nothing has changed
       if (checkpoints.empty()) throw;
       if (Runtime::get().rank() > 0) continue;
@@ -220,6 +258,13 @@ RemovableHandle register_checkpoint_state(const std::string& name,
                                           std::function<void(const std::string&)> load) {
   return runtime::register_extra(Runtime::get_shared(), "register_checkpoint_state", name,
                                  {std::move(save), std::move(load)});
+}
+
+RemovableHandle register_checkpoint_tensors(
+    const std::string& name, const ModelCore& model,
+    std::function<torch::OrderedDict<std::string, at::Tensor>()> save,
+    std::function<void(const torch::OrderedDict<std::string, at::Tensor>&)> load) {
+  return runtime::register_program_tensors(name, model.impl(), std::move(save), std::move(load));
 }
 
 void load_into_module(const std::string& path, torch::nn::Module& module,

@@ -52,7 +52,7 @@ void agree_on_construction(const Runtime& runtime) {
     text += recording->describe();
     states += recording->states();
   }
-  // Other ranks keep other parts of what is divided, which is other operators.
+  // Other ranks keep other parts of divided parameters, made by other operators.
   comm::Communicator& alike = *runtime.same_parts();
   if (const size_t other = first_other(comm::all_gather_bytes(alike, hash_of(text)))) {
     const auto texts = comm::all_gather_bytes(alike, text);

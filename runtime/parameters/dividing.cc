@@ -59,7 +59,7 @@ at::Tensor keep_part(const ParameterTable::Entry& entry, const nn::ParameterSpli
 using nn::rewrite::DividedGraph;
 using nn::rewrite::DivideOptions;
 
-/// Decides what may be divided of a graph, and says what was.
+/// Decides which parts of a graph may be divided, and reports those that were.
 class Divider {
  public:
   Divider(Runtime& runtime, const graph::Graph& captured, const std::string& step_name)
@@ -103,7 +103,7 @@ class Divider {
   }
 
  private:
-  /// Which parameters may be divided by the marks and by what they are. A mark is the user's
+  /// Finds the parameters that may be divided by their marks and kinds. A mark is the user's
   /// choice.
   void allow() {
     const auto& entries = runtime_.table().entries();
@@ -136,7 +136,7 @@ class Divider {
                        });
   }
 
-  /// What the user said about operators must not be lost.
+  /// Options that the user set on operators must not be lost.
   void check_options(const DividedGraph& divided) const {
     if (options_.options_of.empty()) return;
     check_attention(divided);
@@ -280,7 +280,7 @@ void check_no_options(const Runtime& runtime) {
   }
 }
 
-/// All ranks compute what is whole, each for itself: on processors it stays alike only if the same
+/// All ranks compute whole values, each for itself: on processors they stay alike only if the same
 /// kernels add in the same order.
 void check_same_kernels(Runtime& runtime) {
   const auto& entries = runtime.table().entries();

@@ -14,11 +14,11 @@
 #include "runtime/runtime.h"
 #include "smp/nn/parameter_split.h"
 
-// Models that are divided by rewriting what was captured of them. Internal.
+// Models that are divided by rewriting their captured graphs. Internal.
 namespace smp::runtime {
 
-/// What the ranks of tensor-parallel groups run in place of a captured graph, whose costs are
-/// known: with layers that are divided. Null: as captured, because there is one rank, or nothing
+/// The graph with divided layers that the ranks of tensor-parallel groups run in place of a
+/// captured one, whose costs are known. Null: as captured, because there is one rank, or nothing
 /// can be divided, or is worth it. The first graph settles how parameters are divided, and the
 /// report; later ones follow it.
 ///
@@ -36,12 +36,11 @@ void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
                       const nn::ParameterSplit& split);
 
 /// Divided parameters, whole and with data on all ranks of a tensor-parallel group, for the program
-/// to use as a plain module's. Meanwhile modules that divide them themselves communicate with
-/// nobody (`Runtime::tensor_group`). What the program does to them and to their gradients is not
-/// kept.
+/// to use as a plain module's. Meanwhile modules that divide them themselves do not communicate
+/// (`Runtime::tensor_group`). The program's changes to them and to their gradients are not kept.
 class LentWholes {
  public:
-  /// Of those of which this rank's group has parts. Collective over it.
+  /// Lends those of which this rank's group has parts. Collective over it.
   explicit LentWholes(Runtime& runtime);
   /// The parts again, as they were.
   void take_back();
@@ -60,7 +59,7 @@ class LentWholes {
 void take_back_wholes(Runtime& runtime);
 
 /// While it lives, divided parameters whose use was captured on the whole have the whole's sizes,
-/// and no data: what the user's code sees when it is captured or guarded again.
+/// and no data: the user's code sees them so when it is captured or guarded again.
 class WholeShapes {
  public:
   explicit WholeShapes(const ParameterTable& table);

@@ -13,16 +13,16 @@
 
 // Parameters that other ranks of the pipeline own, and buffers that steps write there, between
 // steps. They and the gradients are absent tensors (graph/absent.h), so that code of the program
-// does on each rank what is this rank's, or is refused. So are parameters that sharded data
+// does this rank's part on each rank, or is refused. So are parameters that sharded data
 // parallelism divides. Internal.
 namespace smp::runtime {
 
 /// The words of errors about such a tensor.
 graph::AbsencePtr absence_of(const ParameterTable::Entry& entry);
 
-/// Makes what other ranks own, and what sharded data parallelism divides, absent where this rank
-/// has numbers of it, from the program (`set_data`), `model->cpu()` or the time before steps wrote
-/// it: before a step that trains, which leaves these behind.
+/// Makes tensors that other ranks own, and those that sharded data parallelism divides, absent
+/// where this rank has numbers of it, from the program (`set_data`), `model->cpu()` or the time
+/// before steps wrote it: before a step that trains, which leaves these behind.
 void forget_copies(const Runtime& runtime);
 
 /// The gradients of the parameters of a graph that other ranks own.
@@ -35,10 +35,10 @@ class ForeignGradients {
 
  private:
   const Runtime& runtime_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // parameters and what is `.grad`
+  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // parameters and their `.grad`
 };
 
-/// Whether another rank of the pipeline owns what is no constant.
+/// Whether another rank of the pipeline owns the tensor, and it is no constant.
 bool is_foreign(const Runtime& runtime, const ParameterTable::Entry& entry);
 
 /// Leaves the gradient that a foreign parameter had before partitioning to its owner.

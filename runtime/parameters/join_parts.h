@@ -8,8 +8,8 @@
 
 namespace smp::runtime {
 
-/// The whole of what has the sizes of a part on each rank of a tensor-parallel group, on all of
-/// them. Collective over the group.
+/// The whole of a tensor that has the sizes of a part on each rank of a tensor-parallel group, on
+/// all of them. Collective over the group.
 at::Tensor join_on_all(comm::Communicator& group, const nn::ParameterSplit& split,
                        const at::Tensor& part);
 

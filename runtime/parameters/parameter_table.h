@@ -30,8 +30,8 @@ class ParameterTable {
   struct Slice {
     std::shared_ptr<dp::ParameterSlices> slices;
     size_t index = 0;  ///< among those of `slices`
-    /// Sharded data parallelism divides its values; `shard_optimizer_state` only what is kept of it
-    /// for updates.
+    /// Sharded data parallelism divides its values; `shard_optimizer_state` only its state for
+    /// updates.
     bool is_shard = false;
 
     /// This replica's piece; undefined where it has none.
@@ -61,16 +61,16 @@ class ParameterTable {
     /// A buffer that some graph writes.
     bool is_written = false;
 
-    /// What has its values, or has yet to be given them.
+    /// The tensor that has its values, or has yet to be given them.
     const at::Tensor& values() const { return waiting.defined() ? waiting : tensor; }
     bool is_parameter() const { return kind == graph::ValueKind::kParameter; }
     /// The partition that the program pinned it to.
     std::optional<int> pin() const;
-    /// What the program said about dividing it among a tensor-parallel group.
+    /// The program's setting for dividing it among a tensor-parallel group.
     std::optional<TensorParallelismMark> tensor_parallelism_mark() const;
     /// Its sizes before ranks divided it.
     std::vector<int64_t> whole_sizes() const;
-    /// Its index among what sharded data parallelism divides, if it is there.
+    /// Its index among the parameters that sharded data parallelism divides, if it is there.
     std::optional<size_t> shard() const;
     /// Whether its memory is also another entry's, which cannot be divided or freed alone.
     bool shares_storage_in(const ParameterTable& table) const;
@@ -105,7 +105,7 @@ class ParameterTable {
   std::vector<const Entry*> divided() const;
   bool any_divided() const;
 
-  /// What captures need of it: kinds, names and tensors.
+  /// The table that captures need: kinds, names and tensors.
   const graph::TensorTable& tensors() const { return tensors_; }
 
  private:

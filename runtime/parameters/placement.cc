@@ -18,7 +18,7 @@
 namespace smp::runtime {
 namespace {
 
-/// By storage of the host: what stands for it on the device.
+/// The device's storage for each of the host's.
 using Storages = std::map<const c10::StorageImpl*, c10::Storage>;
 
 c10::Storage without_data(at::Device device) {
@@ -28,7 +28,7 @@ c10::Storage without_data(at::Device device) {
   return storage;
 }
 
-/// As `set_data` does, which refuses devices that libtorch does not know by name.
+/// Sets the storage like `set_data`, which refuses devices that libtorch does not know by name.
 void set_storage(const at::Tensor& tensor, const c10::Storage& storage) {
   const auto key = c10::computeDispatchKey(tensor.scalar_type(), tensor.layout(), storage.device());
   const at::Tensor shown = at::detail::make_tensor<c10::TensorImpl>(
@@ -41,7 +41,7 @@ void set_storage(const at::Tensor& tensor, const c10::Storage& storage) {
   forget_grad_accumulator(tensor);
 }
 
-/// What scopes noted by the storage that the tensor is about to lose.
+/// Keeps notes of scopes that are known by the storage that the tensor is about to lose.
 template <class Note>
 void keep_note(TensorNotes<Note>& notes, const at::Tensor& tensor) {
   if (const auto note = notes.find(tensor)) notes.set(tensor, *note);

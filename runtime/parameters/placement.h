@@ -9,16 +9,17 @@ namespace smp::runtime {
 /// whole one. Internal; part of the first step.
 
 /// Shows the models' tensors on this rank's device. Those that lie there already stay. The others
-/// keep identity, sizes and strides, and what shares memory shares it there, too; parameters have
-/// no data on the device, and their values wait in host memory (`ParameterTable::Entry::waiting`),
-/// or are yet to be made. Buffers, which all ranks need, move at once.
+/// keep identity, sizes and strides, and tensors that share memory share it there, too; parameters
+/// have no data on the device, and their values wait in host memory
+/// (`ParameterTable::Entry::waiting`), or are yet to be made. Buffers, which all ranks need, move
+/// at once.
 void show_on_device(Runtime& runtime);
 
 /// True while the values of some parameter wait.
 bool has_waiting(const Runtime& runtime);
 
-/// Moves what waits of a parameter or buffer, and its gradient, to the device and frees it here.
-/// Throws `c10::OutOfMemoryError` where the device has no room.
+/// Moves the waiting values of a parameter or buffer, and its gradient, to the device and frees it
+/// here. Throws `c10::OutOfMemoryError` where the device has no room.
 void move_in(Runtime& runtime, const ParameterTable::Entry& entry);
 
 }  // namespace smp::runtime

@@ -8,7 +8,8 @@
 
 namespace smp::runtime {
 
-// Of all threads: they follow the model, which may be made on another one than that of its steps.
+// Notes of all threads: they follow the model, which may be made on another one than that of its
+// steps.
 
 /// Where `smp::partition` and `smp::set_partition` pinned tensors.
 TensorNotes<int>& partition_pins();
@@ -16,7 +17,7 @@ TensorNotes<int>& partition_pins();
 /// The partition that a tensor is pinned to; -1: none.
 int pinned_partition(const at::Tensor& tensor);
 
-/// What `smp::tensor_parallelism` and `smp::set_tensor_parallelism` said about parameters.
+/// The setting of `smp::tensor_parallelism` and `smp::set_tensor_parallelism` for parameters.
 struct TensorParallelismMark {
   bool enabled;
   TensorParallelismOptions options;

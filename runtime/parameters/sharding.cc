@@ -95,7 +95,7 @@ class ShardedResidency final : public graph::ParameterResidency {
   }
 
  private:
-  /// What is read after the pass under way, most likely.
+  /// The parameters that are read after the pass under way, most likely.
   std::vector<size_t> after_pass() const {
     if (pass_ == Pass::kForward && trains_) return backward_order_;
     const bool is_last = microbatch_ + 1 == held_.size();
@@ -124,12 +124,12 @@ class ShardedResidency final : public graph::ParameterResidency {
   const std::shared_ptr<dp::ShardedParameters> parameters_;
   const std::shared_ptr<dp::ParameterWindow> window_;
   const bool trains_;
-  const std::vector<std::vector<size_t>> uses_;  // by operator
-  std::vector<bool> is_leaf_;                    // by operator
+  const std::vector<std::vector<size_t>> uses_;  // uses by operator
+  std::vector<bool> is_leaf_;                    // whether each operator is one
   std::vector<size_t> forward_order_;
   std::vector<size_t> backward_order_;
   std::vector<size_t> observed_;           // in the backward under way
-  std::vector<std::vector<size_t>> held_;  // by microbatch: what its leaf modules read
+  std::vector<std::vector<size_t>> held_;  // leaf modules' by microbatch
   ska::flat_hash_map<const c10::StorageImpl*, size_t> index_of_;
   Pass pass_ = Pass::kForward;
   size_t microbatch_ = 0;

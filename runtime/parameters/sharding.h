@@ -17,7 +17,8 @@
 namespace smp::runtime {
 
 /// Sharded data parallelism (`sharded_data_parallel_degree` above 1): which parameters are divided
-/// over groups of that many consecutive replicas, and what programs need to run on them. Internal.
+/// over groups of that many consecutive replicas, and the means of programs to run on them.
+/// Internal.
 class Sharding {
  public:
   /// Divides the parameters of all models, one after the other, so that none needs the memory for
@@ -32,7 +33,7 @@ class Sharding {
   /// The ranks that have the same shards as this one.
   const comm::CommunicatorPtr& replication_group() const { return replication_group_; }
 
-  /// By value of a graph of `runtime`'s models: the index of the divided parameter that it lies on,
+  /// The index of the divided parameter on which each value of a graph of `runtime`'s models lies,
   /// or -1.
   std::vector<int64_t> parameters_of_values(const Runtime& runtime,
                                             const graph::Graph& graph) const;
@@ -47,8 +48,8 @@ class Sharding {
 ///
 /// The forward gathers them in the order in which the operators read them (through views, too). The
 /// first backward goes the other way round; it notes in which order they are needed, which the
-/// following ones use. What a leaf module reads stays until the microbatch's backward is over,
-/// since that may take another way on each rank.
+/// following ones use. Parameters that a leaf module reads stay until the microbatch's backward is
+/// over, since that may take another way on each rank.
 std::shared_ptr<graph::ParameterResidency> make_residency(const Runtime& runtime,
                                                           const graph::Graph& graph,
                                                           int microbatches);

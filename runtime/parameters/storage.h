@@ -13,8 +13,8 @@ bool has_data(const at::Tensor& tensor);
 /// shall not read any.
 void hide_data(c10::StorageImpl& storage);
 
-/// To be called for a parameter that gets other sizes or another device: what an earlier backward
-/// pass left to add to its gradient knows the old ones.
+/// Must be called for a parameter that gets other sizes or another device: an earlier backward pass
+/// left an accumulator of its gradient that knows the old ones.
 void forget_grad_accumulator(const at::Tensor& tensor);
 
 /// Gives a tensor without data storage again; the content is undefined.

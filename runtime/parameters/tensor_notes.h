@@ -14,11 +14,11 @@
 
 namespace smp::runtime {
 
-/// What scopes noted about the tensors made inside, such as where they are pinned. A tensor is
-/// known by its identity and by its storage: registering one may make another tensor on the same
-/// storage (`torch::empty` does), and `module->to(dtype)` gives the same tensor another storage.
-/// Nothing is kept alive. Internal; all threads may use it: a model is made on any of them, and a
-/// rank that is a thread has tensors of its own.
+/// Notes of scopes about the tensors made inside, such as where they are pinned. A tensor is known
+/// by its identity and by its storage: registering one may make another tensor on the same storage
+/// (`torch::empty` does), and `module->to(dtype)` gives the same tensor another storage. Nothing is
+/// kept alive. Internal; all threads may use it: a model is made on any of them, and a rank that is
+/// a thread has tensors of its own.
 template <class Note>
 class TensorNotes {
  public:

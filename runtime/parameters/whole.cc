@@ -17,7 +17,7 @@
 namespace smp::runtime {
 namespace {
 
-/// What the owner holds, on all ranks of its pipeline or on the first, undefined on all others.
+/// The owner's values, on all ranks of its pipeline or on the first, undefined on all others.
 at::Tensor from_owner(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
   const auto pipeline = runtime.group(CommGroup::kPp);
   const int owner = entry.owner.value_or(0);
@@ -77,7 +77,7 @@ class Joining {
   }
 
  private:
-  /// By parameter of `slices`: which of `held` it is.
+  /// The index in `held` of each parameter of `slices`.
   std::vector<std::optional<size_t>> places_in(const dp::ParameterSlices& slices) const {
     std::vector<std::optional<size_t>> places(slices.parameters().size());
     for (size_t i = 0; i < held_.size(); ++i) {

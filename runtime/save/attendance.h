@@ -27,7 +27,7 @@ class Attendance {
   Attendance(const Attendance&) = delete;
   Attendance& operator=(const Attendance&) = delete;
 
-  /// This rank is done. Returns when all are; throws what the waits for them have thrown.
+  /// This rank is done. Returns when all are; throws the errors of the waits for them.
   void finish();
 
  private:
@@ -39,11 +39,11 @@ class Attendance {
 
   comm::Communicator& group_;
   const std::chrono::milliseconds period_;
-  const void* const served_;  // whose waits this thread's are
+  const void* const served_;  // the server whose waits this thread's are
   std::mutex mutex_;
   std::condition_variable changed_;
   State state_ = State::kWorks;  // guarded by mutex_
-  std::exception_ptr error_;     // of the thread, read when it has ended
+  std::exception_ptr error_;     // error of the thread, read when it has ended
   std::thread thread_;
 };
 

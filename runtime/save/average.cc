@@ -86,7 +86,7 @@ Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string
                  "smp::Ema: expected a decay of at least 0 and below 1, got ", decay,
                  ". It is the share of the average that an update leaves, such as 0.999");
   check_name(name_);
-  for (const Average* other : averages_of(*runtime_, model)) {
+  for (const Average* other : averages_of(*runtime_, {&model})) {
     SMP_CHECK_WITH(UsageError, other->name() != name_, "smp::Ema: the model has an average \"",
                    core::printable(name_),
                    "\" already. Give each a name of its own: smp::EmaOptions().name(...)");
@@ -116,7 +116,7 @@ void Average::begin(const char* call) const {
 /// The model's parameters that this rank owns, but those of integers.
 std::vector<const ParameterTable::Entry*> Average::averaged() const {
   std::vector<const Entry*> result;
-  for (const checkpoint::NamedTensor& named : tensors_of(*runtime_, model_)) {
+  for (const checkpoint::NamedTensor& named : tensors_of(*runtime_, {&model_})) {
     const Entry& entry = runtime_->table().at(named.name);
     const bool is_number = named.tensor.is_floating_point() || named.tensor.is_complex();
     if (entry.is_parameter() && is_number && runtime_->owns(entry)) result.push_back(&entry);
@@ -238,7 +238,7 @@ void Average::load(int64_t updates, Read read) {
   }
 }
 
-/// Cuts what was loaded to what this rank has of it, once that is settled.
+/// Cuts loaded values to this rank's part, once that is settled.
 void Average::take_loaded() {
   if (!loaded_ || !runtime_->partitioned()) return;
   const at::NoGradGuard no_grad;
@@ -280,15 +280,17 @@ std::vector<Average*> all_averages(const Runtime& runtime) {
   return runtime.checkpoint_context->averages;
 }
 
-std::vector<Average*> averages_of(const Runtime& runtime, const Model& model) {
+std::vector<Average*> averages_of(const Runtime& runtime, const std::vector<Model*>& models) {
   std::vector<Average*> result = all_averages(runtime);
-  const auto is_other = [&](const Average* average) { return !average->is_of(model); };
+  const auto is_other = [&](const Average* average) {
+    return std::find(models.begin(), models.end(), &average->model()) == models.end();
+  };
   result.erase(std::remove_if(result.begin(), result.end(), is_other), result.end());
   return result;
 }
 
-void check_no_average_in_use(const Runtime& runtime, const Model& model, const std::string& call) {
-  check_not_in_use(averages_of(runtime, model), call);
+void check_no_average_in_use(const Runtime& runtime, Model& model, const std::string& call) {
+  check_not_in_use(averages_of(runtime, {&model}), call);
 }
 
 void check_no_average_in_use(const Runtime& runtime, const std::string& call) {

@@ -20,12 +20,12 @@
 namespace smp::runtime {
 
 /// An exponential moving average of a model's parameters, which lies on the ranks as an optimizer's
-/// state does: of each parameter what this rank updates, in float32 where that is of half
-/// precision. A checkpoint has it as a tensor of the parameter's state,
+/// state does: for the values of each parameter that this rank updates, in float32 where that is of
+/// half precision. A checkpoint has it as a tensor of the parameter's state,
 /// `checkpoint::average_field(name)`, and under `checkpoint::kAverages` the number of its updates.
 /// Belongs to the rank's thread. Internal.
 ///
-/// Until the first update it is what the parameters are, and takes no memory.
+/// Until the first update it equals the parameters, and takes no memory.
 class Average {
  public:
   /// Gives the whole average of a parameter; undefined where there is none.
@@ -51,7 +51,7 @@ class Average {
   const std::string& name() const { return name_; }
   /// How often it was updated.
   int64_t updates() const { return updates_; }
-  bool is_of(const Model& model) const { return &model == &model_; }
+  Model& model() const { return model_; }
 
   /// Gives the states, with one tensor each, that this rank writes into a checkpoint, as
   /// `Optimizer::local_state` does. Collective over the replicas with `shard_optimizer_state` and
@@ -79,22 +79,22 @@ class Average {
   const double decay_;
   const std::shared_ptr<Runtime> runtime_;
   int64_t updates_ = 0;
-  std::map<std::string, at::Tensor> averages_;  // by parameter
+  std::map<std::string, at::Tensor> averages_;  // averages by parameter
   Read loaded_;                                 // before partitioning
   RemovableHandle hook_{nullptr};               // takes it
   bool is_in_use_ = false;
   std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // parameters or shards with their values
 };
 
-/// The averages of a model, in the order in which they were made.
-std::vector<Average*> averages_of(const Runtime& runtime, const Model& model);
+/// The averages of models, in the order in which they were made.
+std::vector<Average*> averages_of(const Runtime& runtime, const std::vector<Model*>& models);
 
 /// The averages of all models, in the order in which they were made.
 std::vector<Average*> all_averages(const Runtime& runtime);
 
-/// Throws `UsageError` while a model's parameters have the values of an average. `call` is what the
-/// user called.
-void check_no_average_in_use(const Runtime& runtime, const Model& model, const std::string& call);
+/// Throws `UsageError` while a model's parameters have the values of an average. `call` is the
+/// user's call, for errors.
+void check_no_average_in_use(const Runtime& runtime, Model& model, const std::string& call);
 /// The same of all models.
 void check_no_average_in_use(const Runtime& runtime, const std::string& call);
 

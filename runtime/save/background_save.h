@@ -22,6 +22,7 @@
 namespace smp::runtime {
 
 class Average;
+class ProgramTensors;
 
 /// A save on a thread of its own, or one that is done. Internal.
 class BackgroundSave {
@@ -32,7 +33,7 @@ class BackgroundSave {
   BackgroundSave() = default;
 
   bool is_done() const;
-  /// Returns when it is done, or throws what it threw.
+  /// Returns when it is done, or throws its error.
   void wait();
   /// Waits, too; an error that no `wait` has thrown, or null.
   std::exception_ptr unseen_error();
@@ -44,7 +45,7 @@ class BackgroundSave {
   std::atomic<bool> seen_{false};
 };
 
-/// What a rank keeps between checkpoints. Internal.
+/// The state that a rank keeps between checkpoints. Internal.
 class CheckpointContext {
  public:
   /// State beside models and optimizers, as text of JSON.
@@ -57,7 +58,7 @@ class CheckpointContext {
   };
 
   explicit CheckpointContext(comm::CommunicatorPtr world) : world_(std::move(world)) {}
-  /// Waits for a save under way, and logs an error that nobody has asked for.
+  /// Waits for a save under way, and logs an error that no call has asked for.
   ~CheckpointContext();
   CheckpointContext(const CheckpointContext&) = delete;
   CheckpointContext& operator=(const CheckpointContext&) = delete;
@@ -68,10 +69,13 @@ class CheckpointContext {
   std::map<std::string, Extra> extras;
   /// Averages of models' parameters, each from its construction to its end.
   std::vector<Average*> averages;
-  /// What the checkpoint that was loaded with its optimizer has for those who come later.
+  /// Tensors of the program, one for a parameter.
+  std::vector<std::shared_ptr<ProgramTensors>> tensors;
+  /// The content of the checkpoint that was loaded with its optimizer, kept for objects that are
+  /// made later.
   std::map<std::string, std::string> unclaimed;
 
-  /// Where copies are kept: when the next one is due, and what the last one took.
+  /// Where copies are kept: when the next one is due, and the time of the last one.
   CopyPace copy_pace;
 
   /// All ranks, for saves that go on beside steps. Collective over the world at the first call.
@@ -81,8 +85,8 @@ class CheckpointContext {
   /// some rank has not seen it, and a `CommError` where the ranks have lost each other in it.
   /// Collective.
   void finish();
-  /// What keeps other jobs from saving to where this one does until it ends, by the lock's file. Of
-  /// many places only those that were saved to last stay locked.
+  /// Locks the place to which this job saves against other jobs until it ends, by the lock's file.
+  /// Only the last places saved to stay locked.
   std::shared_ptr<checkpoint::SaveLock> lock(const std::string& file);
 
   /// Begins a save; the one before has been finished.
@@ -92,12 +96,13 @@ class CheckpointContext {
   const comm::CommunicatorPtr world_;
   comm::CommunicatorPtr group_;
   std::shared_ptr<BackgroundSave> last_;
-  std::deque<std::pair<std::string, std::shared_ptr<checkpoint::SaveLock>>> locks_;  // by file
+  // Files and their locks.
+  std::deque<std::pair<std::string, std::shared_ptr<checkpoint::SaveLock>>> locks_;
 };
 
 /// Has checkpoints hold a state under a name. One that goes with the optimizer's is loaded at once
-/// if the checkpoint that was loaded had it. `call` is what the user called. Throws `UsageError`
-/// for a name that is taken.
+/// if the checkpoint that was loaded had it. `call` is the user's call, for errors. Throws
+/// `UsageError` for a name that is taken.
 RemovableHandle register_extra(const std::shared_ptr<Runtime>& runtime, const std::string& call,
                                const std::string& name, CheckpointContext::Extra extra);
 

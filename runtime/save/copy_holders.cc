@@ -20,7 +20,7 @@ namespace {
 
 /// Only its user can read it. False, and `errno`, if there can be none.
 bool make_folder(const std::string& folder) {
-  std::error_code ignored;  // what it matters for fails next
+  std::error_code ignored;  // an error that matters fails next
   std::filesystem::create_directories(std::filesystem::path(folder).parent_path(), ignored);
   return ::mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST;
 }

@@ -37,7 +37,7 @@ struct Piece {
   bool is_last() const { return offset + size == of->size; }
 };
 
-/// By sender and receiver, what goes from one to the other, in its order.
+/// Pieces by sender and receiver, in the order of sending.
 using Streams = std::map<std::pair<int, int>, std::vector<Piece>>;
 
 Streams streams_of(int rank, const std::vector<FileTransfer>& transfers) {
@@ -77,7 +77,7 @@ class StreamFiles {
     });
   }
 
-  /// Throws what went wrong.
+  /// Throws the error.
   void finish() const {
     if (failure_) std::rethrow_exception(failure_);
   }
@@ -96,8 +96,8 @@ class StreamFiles {
 
   const std::string folder_;
   const checkpoint::Medium medium_;
-  std::map<int, std::unique_ptr<checkpoint::FileReader>> readers_;  // by receiver
-  std::map<int, std::unique_ptr<checkpoint::FileWriter>> writers_;  // by sender
+  std::map<int, std::unique_ptr<checkpoint::FileReader>> readers_;  // readers by receiver
+  std::map<int, std::unique_ptr<checkpoint::FileWriter>> writers_;  // writers by sender
   std::exception_ptr failure_;
 };
 
@@ -122,19 +122,19 @@ void transfer_round(comm::Communicator& group, const Streams& streams, size_t ro
   for (const auto& [piece, bytes] : arriving) files.write(piece, bytes);
 }
 
-/// A copy in a holder's folder, or what it has of one.
+/// A copy in a holder's folder, or the part of one there.
 struct HeldCopy {
   std::string folder;
   bool is_replaced = false;  // there is a newer one in the same holder
-  std::string checksum;      // of the index: the copy's name
+  std::string checksum;      // checksum of the index: the copy's name
   int64_t step = 0;
-  std::map<std::string, uint64_t> files;  // of the whole copy
+  std::map<std::string, uint64_t> files;  // files of the whole copy
   std::set<std::string> missing;          // here
 
   bool has(const std::string& file) const { return missing.count(file) == 0; }
 };
 
-/// What a first rank's folder has. What cannot be read is not there.
+/// The copies in a first rank's folder. Unreadable ones count as missing.
 std::vector<HeldCopy> look(const CopyHolders& holders) {
   std::vector<HeldCopy> held;
   if (!holders.is_first()) return held;
@@ -196,7 +196,7 @@ int holder_with(const ByHolder& copies, const std::string& file) {
   return found == copies.end() ? -1 : static_cast<int>(found - copies.begin());
 }
 
-/// Files that nobody has.
+/// Files that no holder has.
 std::vector<std::string> lost_files(const ByHolder& copies,
                                     const std::map<std::string, uint64_t>& files) {
   std::vector<std::string> lost;
@@ -256,7 +256,7 @@ std::vector<FileTransfer> transfers_of_missing(const CopyHolders& holders, const
 
 constexpr const char* kCannotRestore = "cannot restore the copy in memory";
 
-/// The folder in which a first rank puts together what it has and what it is sent.
+/// The folder in which a first rank puts together its own files and those that it is sent.
 std::string begin_collecting(const std::string& path, const HeldCopy* mine) {
   if (mine != nullptr) return mine->folder;
   const std::string folder = checkpoint::temporary_folder(path);
@@ -276,7 +276,7 @@ void end_collecting(const std::string& folder, const std::string& path) {
   });
 }
 
-/// What was sent may be of ranks that could not read it.
+/// Removes received files; their senders may have failed to read them.
 void forget(const std::vector<FileTransfer>& transfers, int rank, const std::string& folder) {
   std::error_code ignored;
   for (const FileTransfer& transfer : transfers) {

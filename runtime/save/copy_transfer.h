@@ -30,25 +30,25 @@ struct FileTransfer {
 /// The files that each rank has written, with their sizes.
 using WrittenFiles = std::vector<std::map<std::string, uint64_t>>;
 
-/// By the ranks' parts of the index, which are empty where nothing was written.
+/// Lists the files in the ranks' parts of the index, which are empty where nothing was written.
 WrittenFiles written_files(const std::vector<std::string>& parts);
 
-/// What is sent when all ranks have written, and what a holder then has.
+/// The transfers when all ranks have written, and the files that a holder then has.
 std::vector<FileTransfer> transfers_to_next(const CopyHolders& holders,
                                             const WrittenFiles& written);
 std::set<std::string> files_of_holder(const CopyHolders& holders, int holder,
                                       const WrittenFiles& written);
 
 /// Sends and receives the files that concern this rank, in its `folder`, a few MiB of each pair of
-/// ranks at a time. All ranks give the same transfers; one whose files fail goes on sending, what
-/// it may, and receiving, and throws a CheckpointError at the end: then what others have received
-/// from it is of no use. Collective over the ranks of `group`.
+/// ranks at a time. All ranks give the same transfers; one whose files fail goes on sending, as far
+/// as it can, and receiving, and throws a CheckpointError at the end: then its files on other ranks
+/// are of no use. Collective over the ranks of `group`.
 void transfer_files(comm::Communicator& group, const std::vector<FileTransfer>& transfers,
                     const std::string& folder, checkpoint::Medium medium);
 
-/// Has every holder have the newest copy that they have together, whole: what a holder lacks, those
-/// send that have it. Returns the steps that are in it; nothing if there is none, and then nothing
-/// has changed. Throws a CheckpointError on all ranks if files cannot be read or written; then a
+/// Brings every holder to the newest copy of which all files exist: holders send each other the
+/// missing ones. Returns the steps that are in it; nothing if there is none, and then nothing has
+/// changed. Throws a CheckpointError on all ranks if files cannot be read or written; then a
 /// later call may try again. Collective over `world`.
 std::optional<int64_t> collect_copy(comm::Communicator& world, const CopyHolders& holders);
 

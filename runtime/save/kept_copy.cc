@@ -23,14 +23,14 @@ namespace {
 
 bool keeps_copies(const Config& config) { return config.recovery() != "off"; }
 
-/// How much is known of what was done.
+/// The amount of known progress.
 auto known(const core::JobProgress& progress) {
   const auto& saved = progress.checkpoints;
   return std::tuple(progress.steps, saved.empty() ? 0 : saved.back().steps, saved.size());
 }
 
-/// Of how many calls one keeps a copy from now on, by what rank 0 has measured of the one before
-/// this, which has ended. Neither the first nor one that failed says anything. On all ranks, for
+/// The interval of kept copies from now on, in calls, measured by rank 0 on the one before this,
+/// which has ended. Neither the first nor one that failed says anything. The same on all ranks, for
 /// all keep the same.
 int64_t measured_interval(comm::Communicator& world, const CopyPace& pace,
                           CopyPace::Clock::time_point begin) {
@@ -85,8 +85,7 @@ void note_what_was_before(const Runtime& runtime) {
   }
 }
 
-void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
-               const std::string& user_content) {
+void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string& user_content) {
   const Config& config = runtime.config();
   if (!keeps_copies(config)) return;
   CopyPace& pace = CheckpointContext::of(runtime).copy_pace;
@@ -120,7 +119,7 @@ void keep_copy(Runtime& runtime, const Model& model, Optimizer& optimizer,
                    "fails now. This is not said again until a copy was kept"));
     }
   };
-  save(request, model, &optimizer);
+  save(request, parts);
   if (interval == 0) {
     pace.interval = measured_interval(*runtime.world(), pace, begin);
     pace.calls_to_next = pace.interval - 1;

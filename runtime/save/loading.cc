@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <set>
@@ -24,6 +25,7 @@
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "runtime/save/job_notes.h"
+#include "runtime/save/program_tensors.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
 #include "runtime/update/master_weights.h"
@@ -36,19 +38,28 @@ using checkpoint::kMasterField;
 using checkpoint::Reader;
 using Wanted = std::function<bool(const std::string&)>;
 
+/// The tensors that a checkpoint is expected to hold of the parameters of models.
+std::vector<ExpectedTensor> expected_parameters(const Runtime& runtime,
+                                                const std::vector<Model*>& models) {
+  auto tensors = tensors_of(runtime, models);
+  const auto is_buffer = [&](const checkpoint::NamedTensor& tensor) {
+    return !runtime.table().at(tensor.tensor).is_parameter();
+  };
+  tensors.erase(std::remove_if(tensors.begin(), tensors.end(), is_buffer), tensors.end());
+  auto expected = checkpoint::expectations(tensors);
+  expect_whole(runtime, tensors, expected);
+  return expected;
+}
+
 /// A checkpoint that is being loaded into models.
 class Load {
  public:
-  Load(Runtime& runtime, std::string path, const Model& model, const LoadOptions& options)
-      : runtime_(runtime), path_(std::move(path)), options_(options) {
-    tensors_ = tensors_of(runtime, model);
+  Load(Runtime& runtime, std::string path, const CheckpointParts& parts, const LoadOptions& options)
+      : runtime_(runtime), path_(std::move(path)), parts_(parts), options_(options) {
+    tensors_ = tensors_of(runtime, parts.models());
     expected_ = checkpoint::expectations(tensors_);
     expect_whole(runtime, tensors_, expected_);
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      const bool is_parameter = runtime.table().at(tensors_[i].tensor).is_parameter();
-      if (is_parameter) expected_parameters_.push_back(expected_[i]);
-    }
-    averages_ = averages_of(runtime, model);
+    averages_ = averages_of(runtime, parts.models());
     for (const auto& entry : runtime.table().entries()) {
       if (entry.is_parameter()) parameters_.insert(entry.name);
     }
@@ -56,16 +67,18 @@ class Load {
 
   /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
   /// bytes are divided among the ranks. Collective.
-  void check(const Optimizer* optimizer) {
-    with_optimizer_ = optimizer != nullptr;
+  void check() {
     const auto world = runtime_.world();
     const auto identities = together(*world, [&] {
       reader_ = std::make_shared<Reader>(path_);
       checkpoint::check_names(expected_, reader_->index(), path_,
                               {options_.strict(), options_.convert()});
       check_averages();
-      if (optimizer != nullptr) {
-        check_optimizer(*optimizer);
+      for (const auto& tensors : program_tensors_of(runtime_, parts_.models())) {
+        tensors->check(reader_->index(), path_, options_.strict());
+      }
+      if (with_optimizer()) {
+        check_optimizers();
         runtime_.progress.step_functions.check_resumable(reader_->index().run.random.step_calls,
                                                          path_);
         check_schedulers();
@@ -80,18 +93,26 @@ class Load {
                      ", rank ", r, " that of ", identities[r],
                      ". All ranks must load the same files.");
     }
-    check_bytes(with_optimizer_ || options_.convert() || !averages_.empty() ||
+    check_bytes(with_optimizer() || options_.convert() || !averages_.empty() ||
+                !program_tensors_of(runtime_, parts_.models()).empty() ||
                 !options_.average().empty());
   }
 
-  void load_optimizer(Optimizer& optimizer) const {
-    optimizer.load(saved_groups(), [load = *this](const Wanted& wanted) {
-      auto params = load.params_of_optimizer(
-          wanted, [&load](const std::string& name) { return load.reader_->read_optimizer(name); });
-      if (load.options_.convert()) load.add_masters(wanted, params);
-      return params;
-    });
-    optimizer.loss_scaling().load_state(loss_scale());
+  void load_optimizers() const {
+    for (Optimizer* optimizer : parts_.optimizers()) {
+      const auto own = optimizer->parameters();
+      optimizer->load(groups_for(*optimizer), [load = *this, own](const Wanted& is_wanted) {
+        const Wanted wanted = [&](const std::string& name) {
+          return own.count(name) > 0 && is_wanted(name);
+        };
+        auto params = load.params_of_optimizer(wanted, [&load](const std::string& name) {
+          return load.reader_->read_optimizer(name);
+        });
+        if (load.options_.convert()) load.add_masters(wanted, params);
+        return params;
+      });
+      optimizer->loss_scaling().load_state(loss_scale());
+    }
   }
 
   void load_model() const {
@@ -106,16 +127,22 @@ class Load {
 
   /// Has averages begin anew where the checkpoint has none.
   void load_averages() const {
-    std::map<std::string, ExpectedTensor> expected;
-    for (const auto& tensor : expected_parameters_) expected[tensor.names.front()] = tensor;
     for (Average* average : averages_) {
       const auto& name = average->name();
-      const auto updates =
-          checkpoint::average_updates(expected_parameters_, reader_->index(), name);
+      const auto parameters = expected_parameters(runtime_, {&average->model()});
+      const auto updates = checkpoint::average_updates(parameters, reader_->index(), name);
+      std::map<std::string, ExpectedTensor> expected;
+      for (const auto& tensor : parameters) expected[tensor.names.front()] = tensor;
       if (!updates) warn_of_new_average(name);
       average->load(updates.value_or(0), [reader = reader_, expected, name](const auto& parameter) {
         return checkpoint::read_average(*reader, expected.at(parameter), name);
       });
+    }
+  }
+
+  void load_program_tensors() const {
+    for (const auto& tensors : program_tensors_of(runtime_, parts_.models())) {
+      tensors->load(reader_);
     }
   }
 
@@ -125,7 +152,7 @@ class Load {
     runtime_.progress.training_steps = run.step;
     note_steps(runtime_);
     runtime_.progress.gradient_shards = static_cast<int>(run.gradient_shards);
-    if (with_optimizer_) {
+    if (with_optimizer()) {
       runtime_.progress.step_functions.resume(run.random.step_calls, path_);
     } else {
       runtime_.progress.step_functions.load(run.random.step_calls);
@@ -135,8 +162,8 @@ class Load {
     for (const auto& [name, state] : run.extra.items()) {
       const auto extra = context.extras.find(name);
       if (extra == context.extras.end()) {
-        if (with_optimizer_) context.unclaimed[name] = state.dump();
-      } else if (with_optimizer_ || extra->second.check == nullptr) {
+        if (with_optimizer()) context.unclaimed[name] = state.dump();
+      } else if (with_optimizer() || extra->second.check == nullptr) {
         extra->second.load(state.dump());
       }
     }
@@ -146,7 +173,9 @@ class Load {
   }
 
  private:
-  /// What has been trained is not in it.
+  bool with_optimizer() const { return !parts_.optimizers().empty(); }
+
+  /// Warns that the average does not contain the training so far.
   void warn_of_new_average(const std::string& name) const {
     if (runtime_.rank() > 0 || reader_->index().run.step == 0) return;
     core::log_warning(c10::str("checkpoint \"", core::printable(path_), "\" holds no average \"",
@@ -180,7 +209,7 @@ class Load {
     checkpoint::check_undamaged(path_, {damage.begin(), damage.end()});
   }
 
-  void check_optimizer(const Optimizer& optimizer) const {
+  void check_optimizers() const {
     const auto& index = reader_->index();
     SMP_CHECK_WITH(CheckpointError, index.optimizer.contains("state"), "checkpoint \"", path_,
                    "\" holds no optimizer. Load it without one: smp::load(path, model)");
@@ -201,12 +230,28 @@ class Load {
                             [&](const std::string& name) {
                               return at::empty({0}, index.optimizer_tensors.at(name).spec.dtype);
                             });
-    optimizer.check_loadable({outlines, saved_groups()}, path_, options_.strict());
+    for (const Optimizer* optimizer : parts_.optimizers()) {
+      optimizer->check_loadable({outlines, groups_for(*optimizer)}, path_, options_.strict());
+    }
     LossScaling::check_state(loss_scale());
   }
 
-  std::vector<OptimizerState::Group> saved_groups() const {
-    return optim::from_parts(reader_->index().optimizer, {}).groups;
+  /// The saved groups without the parameters of the other optimizers.
+  std::vector<OptimizerState::Group> groups_for(const Optimizer& optimizer) const {
+    std::set<std::string> others;
+    for (const Optimizer* other : parts_.optimizers()) {
+      if (other != &optimizer) others.merge(other->parameters());
+    }
+    auto groups = optim::from_parts(reader_->index().optimizer, {}).groups;
+    const auto leave_out = [&](auto& group) {
+      const bool had_none = group.params.empty();
+      const auto is_other = [&](const std::string& name) { return others.count(name) > 0; };
+      auto& params = group.params;
+      params.erase(std::remove_if(params.begin(), params.end(), is_other), params.end());
+      return params.empty() && !had_none;
+    };
+    groups.erase(std::remove_if(groups.begin(), groups.end(), leave_out), groups.end());
+    return groups;
   }
 
   nlohmann::json loss_scale() const {
@@ -216,11 +261,13 @@ class Load {
   void check_averages() const {
     const auto& index = reader_->index();
     if (!options_.average().empty()) {
-      checkpoint::check_average(expected_parameters_, index, options_.average(), path_);
+      checkpoint::check_average(expected_parameters(runtime_, parts_.models()), index,
+                                options_.average(), path_);
     }
     if (!options_.strict()) return;
     for (const Average* average : averages_) {
-      checkpoint::check_average(expected_parameters_, index, average->name(), path_);
+      checkpoint::check_average(expected_parameters(runtime_, {&average->model()}), index,
+                                average->name(), path_);
     }
   }
 
@@ -229,7 +276,7 @@ class Load {
     return tensor.substr(0, tensor.rfind('/'));
   }
 
-  /// What goes with the optimizer must be there, or learning rates would not go on as they did.
+  /// The schedulers of the optimizer must be there, or learning rates would not go on as they did.
   void check_schedulers() const {
     const auto& stored = reader_->index().run.extra;
     for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
@@ -269,7 +316,7 @@ class Load {
     }
     for (const auto& [name, entry] : index.optimizer_tensors) {
       const std::string param = parameter_of(name), field = name.substr(name.rfind('/') + 1);
-      if (checkpoint::is_average(field) || !wanted(param) || !loads_field(field)) continue;
+      if (checkpoint::is_of_program(field) || !wanted(param) || !loads_field(field)) continue;
       const auto saved = all.find(param);
       SMP_CHECK_WITH(CheckpointError, saved != all.end(), "checkpoint \"", path_,
                      "\" has optimizer tensor \"", name,
@@ -297,13 +344,13 @@ class Load {
 
   Runtime& runtime_;
   const std::string path_;
+  const CheckpointParts parts_;
   const LoadOptions options_;
   std::vector<checkpoint::NamedTensor> tensors_;
-  std::vector<ExpectedTensor> expected_, expected_parameters_;
+  std::vector<ExpectedTensor> expected_;
   std::vector<Average*> averages_;
   std::set<std::string> parameters_;  // names, of all models
   std::shared_ptr<Reader> reader_;
-  bool with_optimizer_ = false;  // its state is loaded, too
 };
 
 }  // namespace
@@ -355,30 +402,32 @@ void load_values(Runtime& runtime, const std::function<void()>& load) {
   }
 }
 
-LoadedRun load(const std::string& path, const Model& model, Optimizer* optimizer,
-               const LoadOptions& options) {
+LoadedRun load(const std::string& path, const CheckpointParts& given, const LoadOptions& options) {
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load was called inside a step function; call it before or after the step");
   CheckpointContext::of(runtime).finish();
-  if (!options.load_optimizer()) optimizer = nullptr;
-  if (optimizer != nullptr) {
+  const CheckpointParts parts =
+      options.load_optimizer() ? given : CheckpointParts(given.models(), {});
+  if (!parts.optimizers().empty()) {
     check_nothing_adds_up(runtime, "smp::load");
-    check_no_average_in_use(runtime, "smp::load");  // the optimizer may be of several models
+    check_no_average_in_use(runtime, "smp::load");  // an optimizer may be of several models
+    check_no_common_parameters(parts.optimizers(), "smp::load");
   }
-  check_no_average_in_use(runtime, model, "smp::load");
-  Load load(runtime, path, model, options);
-  load.check(optimizer);
+  for (Model* model : parts.models()) check_no_average_in_use(runtime, *model, "smp::load");
+  Load load(runtime, path, parts, options);
+  load.check();
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.
   together(*runtime.world(), [&] {
     const at::NoGradGuard no_grad;
-    if (optimizer != nullptr) load.load_optimizer(*optimizer);
+    load.load_optimizers();
     return "";
   });
   LoadedRun run;
   load_values(runtime, [&] {
     load.load_model();
     load.load_averages();
+    load.load_program_tensors();
     run = load.load_run();
   });
   return run;

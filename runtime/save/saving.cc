@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <exception>
 #include <future>
+#include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 #include <unordered_set>
 #include <utility>
 
@@ -26,6 +28,7 @@
 #include "runtime/save/average.h"
 #include "runtime/save/copy_transfer.h"
 #include "runtime/save/loading.h"
+#include "runtime/save/program_tensors.h"
 #include "runtime/save/together.h"
 #include "runtime/step/preparing.h"
 #include "runtime/update/divided_states.h"
@@ -37,19 +40,19 @@ namespace {
 using checkpoint::NamedSpec;
 using checkpoint::NamedTensor;
 
-/// Which replica writes what belongs to a parameter, where all replicas have the same.
+/// Which replica writes the values of a parameter, where all replicas have the same.
 class Turns {
  public:
   /// The first writes everything; in memory, which takes as much as one gives, each about as many
   /// bytes of this rank's parameters.
-  Turns(const Runtime& runtime, const Model& model, checkpoint::Medium medium)
+  Turns(const Runtime& runtime, const std::vector<Model*>& models, checkpoint::Medium medium)
       : are_taken_(medium == checkpoint::Medium::kMemory && runtime.partitioned() &&
                    !runtime.sharding() && !shards_optimizer_state(runtime)),
         replica_(runtime.replicas()->rank()) {
     if (!are_taken_) return;
     uint64_t total = 0, begin = 0;
     std::vector<std::pair<std::string, uint64_t>> parameters;
-    for (const NamedTensor& tensor : tensors_of(runtime, model)) {
+    for (const NamedTensor& tensor : tensors_of(runtime, models)) {
       const auto& entry = runtime.table().at(tensor.name);
       if (!entry.is_parameter() || !runtime.owns(entry)) continue;
       parameters.emplace_back(tensor.name, entry.tensor.nbytes());
@@ -86,7 +89,7 @@ struct Writers {
   /// The stages of the first replica, with all ranks of their tensor-parallel groups; where
   /// replicas take turns or have parts of the optimizer's state those of all, and of the first that
   /// together have all parameters. Before partitioning every stage has the whole model, so the
-  /// first writes it. What lies on the ranks as an optimizer's state does is written like it.
+  /// first writes it. Tensors that lie on the ranks like an optimizer's state are written like it.
   Writers(const Runtime& runtime, const Turns& turns, bool writes_states) {
     const int stages = runtime.group(CommGroup::kPp)->size();
     const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
@@ -103,7 +106,7 @@ struct Writers {
   int mine;
 };
 
-/// Adds what this rank writes of states by parameter.
+/// Adds this rank's part of the written states, by parameter.
 void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& state,
                  checkpoint::Shard& shard) {
   turns.keep_mine(state);
@@ -111,28 +114,47 @@ void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& sta
   shard.optimizer_tensors.merge(optim::tensors_of(state));
 }
 
-/// What this rank writes.
-checkpoint::Shard shard_of(const Runtime& runtime, const Model& model, Optimizer* optimizer,
+/// The states of optimizers as that of one with the groups of all.
+OptimizerState state_of(const std::vector<Optimizer*>& optimizers) {
+  OptimizerState all;
+  for (Optimizer* optimizer : optimizers) {
+    OptimizerState state = optimizer->local_state();
+    all.params.merge(std::move(state.params));
+    std::move(state.groups.begin(), state.groups.end(), std::back_inserter(all.groups));
+  }
+  return all;
+}
+
+/// The tensors that this rank writes.
+checkpoint::Shard shard_of(const Runtime& runtime, const CheckpointParts& parts,
                            const Turns& turns) {
   checkpoint::Shard shard;
   size_t turn = 0;
-  for (auto& tensor : tensors_of(runtime, model)) {
+  for (auto& tensor : tensors_of(runtime, parts.models())) {
     const auto& entry = runtime.table().at(tensor.name);
     tensor.tensor = whole_on_one(runtime, entry, turn++, turns.of(tensor.name));
     if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
   }
-  if (optimizer != nullptr) {
-    auto state = optimizer->local_state();
+  if (!parts.optimizers().empty()) {
+    auto state = state_of(parts.optimizers());
     add_tensors(runtime, turns, state, shard);
     shard.optimizer = optim::to_json(state);
+  }
+  for (Optimizer* optimizer : parts.optimizers()) {  // one of them scales the loss, or none
     const auto scale = optimizer->loss_scaling().state();
     if (!scale.empty()) shard.optimizer[kLossScale] = scale;
   }
-  for (Average* average : averages_of(runtime, model)) {
+  for (Average* average : averages_of(runtime, parts.models())) {
     auto state = average->local_state();
     add_tensors(runtime, turns, state, shard);
     shard.optimizer[checkpoint::kAverages][average->name()] =
         static_cast<uint64_t>(average->updates());
+  }
+  for (const auto& tensors : program_tensors_of(runtime, parts.models())) {
+    auto state = tensors->local_state();
+    // All replicas have them.
+    if (!turns.are_taken() && runtime.replicas()->rank() > 0) state = {};
+    add_tensors(runtime, turns, state, shard);
   }
   return shard;
 }
@@ -161,7 +183,7 @@ std::vector<std::string> without_empty(std::vector<std::string> parts) {
   return parts;
 }
 
-/// Whether this rank begins and ends what all write to.
+/// Whether this rank begins and ends the checkpoint that all write to.
 bool begins_and_ends(const CopyHolders* holders, int rank) {
   return holders != nullptr ? holders->is_first() : rank == 0;
 }
@@ -172,8 +194,8 @@ struct Begun {
   checkpoint::RunState run;
 };
 
-/// Writes what all ranks give, from the calls of `write` to the end: a save's second half, which
-/// talks to other ranks through `group` only.
+/// Writes the tensors that all ranks give, from the calls of `write` to the end: a save's second
+/// half, which talks to other ranks through `group` only.
 class Save {
  public:
   Save(const SaveRequest& request, Begun begun, comm::CommunicatorPtr group)
@@ -197,7 +219,7 @@ class Save {
       meet([&] {
         if (is_first) commit();
         if (group_->rank() > 0) return "";
-        if (note_ && !is_spread) note_();  // before what was noted earlier may be removed
+        if (note_ && !is_spread) note_();  // before earlier notes may be removed
         if (when_saved_) when_saved_(seconds_since(began_));
         return "";
       });
@@ -216,8 +238,8 @@ class Save {
     return in_background_ ? together_for_long(*group_, action) : together(*group_, action);
   }
 
-  /// What is left to do when all have written `parts`. Where several holders keep it, each gets
-  /// files of another one, and all have the index of rank 0.
+  /// The work left when all have written `parts`. Where several holders keep it, each gets files of
+  /// another one, and all have the index of rank 0.
   std::function<void()> committing(const std::vector<std::string>& parts) const {
     if (holders_ == nullptr || holders_->count() == 1) {
       return [this, parts] { writer_.commit(without_empty(parts), run_); };
@@ -246,7 +268,7 @@ class Save {
   comm::CommunicatorPtr group_;
 };
 
-/// What the one rank that writes a file does, while others send: after an error it goes on
+/// The work of the one rank that writes a file, while others send: after an error it goes on
 /// receiving and does nothing else.
 class FileWork {
  public:
@@ -260,7 +282,7 @@ class FileWork {
       failure_ = std::current_exception();
     }
   }
-  /// Throws what went wrong.
+  /// Throws the error.
   void finish() const {
     if (failure_) std::rethrow_exception(failure_);
   }
@@ -273,15 +295,15 @@ class FileWork {
 /// The model as one file, which rank 0 of a group writes and the owners of tensors send to it.
 class MergedModel {
  public:
-  MergedModel(const Runtime& runtime, const Model& model) {
+  MergedModel(const Runtime& runtime, const std::vector<Model*>& models) {
     const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
-    for (const NamedTensor& tensor : tensors_of(runtime, model)) {
+    for (const NamedTensor& tensor : tensors_of(runtime, models)) {
       const auto& entry = runtime.table().at(tensor.name);
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
       specs_.back().second.shape = entry.whole_sizes();
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
       sources_.push_back(owners[entry.owner.value_or(0)]);
-      // Of divided parameters the first of the ranks that have them together gets the value.
+      // The first of the ranks that have a divided parameter together gets the value.
       values_.emplace_back([&runtime, &entry] { return whole_on_one(runtime, entry, 0); });
     }
   }
@@ -389,7 +411,20 @@ checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_c
   return state;
 }
 
-/// Throws unless all ranks, of which each tells what it calls, save the same.
+/// Throws where two models have averages of one name that were not updated equally often.
+void check_common_averages(const std::vector<Average*>& averages, const std::string& call) {
+  std::map<std::string, int64_t> updates;
+  for (const Average* average : averages) {
+    const auto other = updates.emplace(average->name(), average->updates()).first;
+    SMP_CHECK_WITH(UsageError, other->second == average->updates(), call,
+                   ": two models have averages \"", core::printable(average->name()),
+                   "\", updated ", other->second, " and ", average->updates(),
+                   " times, and a checkpoint has one number of updates for a name. Update them "
+                   "together, or name one: smp::EmaOptions().name(...)");
+  }
+}
+
+/// Throws unless all ranks, which tell each other their calls, save the same.
 void check_same_call(const std::vector<std::string>& all) {
   const size_t other = first_other(all);
   SMP_CHECK_WITH(UsageError, other == 0, "ranks save different checkpoints: rank 0 calls ", all[0],
@@ -398,22 +433,26 @@ void check_same_call(const std::vector<std::string>& all) {
                  "(smp::Ema)");
 }
 
-/// The averages that a checkpoint of the model holds, for comparison.
-std::string describe_averages(const Runtime& runtime, const Model& model) {
+/// The averages and further tensors that a checkpoint of the models holds, for comparison.
+std::string describe_further(const Runtime& runtime, const std::vector<Model*>& models) {
   std::string text;
-  for (const Average* average : averages_of(runtime, model)) {
+  for (const Average* average : averages_of(runtime, models)) {
     text += c10::str(", average \"", core::printable(average->name()), "\" of ", average->updates(),
                      " updates");
+  }
+  for (const auto& tensors : program_tensors_of(runtime, models)) {
+    text += c10::str(", tensors \"", tensors->name(), "\"");
   }
   return text;
 }
 
-/// The first half: what must be settled before anybody writes.
-Begun begin(Runtime& runtime, const SaveRequest& request, const Model& model, bool with_optimizer) {
-  const std::string mine = c10::str(request.call, request.holders ? "" : " of " + request.path,
-                                    request.arguments, ", ", with_optimizer ? 1 : 0, " optimizers",
-                                    request.merged ? "" : describe_averages(runtime, model),
-                                    request.asynchronous ? ", asynchronous" : "");
+/// The first half: the checks that must pass before any rank writes.
+Begun begin(Runtime& runtime, const SaveRequest& request, const CheckpointParts& parts) {
+  const std::string mine =
+      c10::str(request.call, request.holders ? "" : " of " + request.path, request.arguments, ", ",
+               parts.models().size(), " models, ", parts.optimizers().size(), " optimizers",
+               request.merged ? "" : describe_further(runtime, parts.models()),
+               request.asynchronous ? ", asynchronous" : "");
   std::optional<Begun> begun;
   const auto all = together(*runtime.world(), [&] {
     begun =
@@ -428,8 +467,8 @@ Begun begin(Runtime& runtime, const SaveRequest& request, const Model& model, bo
 }
 
 std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest& request,
-                                            Begun begun, const Model& model) {
-  const auto merged = std::make_shared<MergedModel>(runtime, model);
+                                            Begun begun, const CheckpointParts& parts) {
+  const auto merged = std::make_shared<MergedModel>(runtime, parts.models());
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group() : runtime.world();
   const Save save(request, std::move(begun), group);
@@ -445,9 +484,10 @@ std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest&
 }
 
 std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& request,
-                                           Begun begun, const Model& model, Optimizer* optimizer) {
-  const Turns turns(runtime, model, request.medium);
-  const bool writes_states = optimizer != nullptr || !averages_of(runtime, model).empty();
+                                           Begun begun, const CheckpointParts& parts) {
+  const Turns turns(runtime, parts.models(), request.medium);
+  const bool writes_states =
+      !parts.optimizers().empty() || !averages_of(runtime, parts.models()).empty();
   const Writers writers(runtime, turns, writes_states);
   auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group() : runtime.world();
@@ -457,7 +497,7 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
   std::shared_future<std::string> part;
   alone(*runtime.world(), [&] {
     checkpoint::Shard shard;
-    if (writes) shard = shard_of(runtime, model, optimizer, turns);
+    if (writes) shard = shard_of(runtime, parts, turns);
     if (request.asynchronous && !writes_now) take_snapshots(shard);
     part = std::async(std::launch::deferred, [writes, writers, shard = std::move(shard), save]() {
       return writes ? save.writer().write_shard(writers.mine, writers.count, shard) : "";
@@ -471,11 +511,11 @@ std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& 
 }
 
 std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest& request,
-                                             const Model& model, Optimizer* optimizer) {
-  Begun begun = begin(runtime, request, model, optimizer != nullptr);
+                                             const CheckpointParts& parts) {
+  Begun begun = begin(runtime, request, parts);
   const at::NoGradGuard no_grad;
-  return request.merged ? save_merged(runtime, request, std::move(begun), model)
-                        : save_parts(runtime, request, std::move(begun), model, optimizer);
+  return request.merged ? save_merged(runtime, request, std::move(begun), parts)
+                        : save_parts(runtime, request, std::move(begun), parts);
 }
 
 /// Throws if nothing can be saved now.
@@ -488,7 +528,7 @@ void begin_saving(Runtime& runtime, const std::string& call) {
   take_back_wholes(runtime);
   CheckpointContext::of(runtime).finish();
   runtime.update_watch->compare_now();
-  settle_seed(runtime);  // what the first step after this save draws, one that resumes draws
+  settle_seed(runtime);  // the first step after this save draws the same as one that resumes
 }
 
 }  // namespace
@@ -500,32 +540,51 @@ void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
                  "the steps that add up");
 }
 
-std::vector<NamedTensor> tensors_of(const Runtime& runtime, const Model& model) {
-  const std::string prefix = model.full_name("");
-  std::unordered_set<const c10::TensorImpl*> own;  // names of other models may begin alike
-  for (const auto& dict : {model.named_parameters(), model.named_buffers()}) {
-    for (const auto& item : dict) own.insert(item.value().unsafeGetTensorImpl());
+void check_no_common_parameters(const std::vector<Optimizer*>& optimizers,
+                                const std::string& call) {
+  std::set<std::string> all;
+  for (const Optimizer* optimizer : optimizers) {
+    std::set<std::string> repeated = optimizer->parameters();
+    all.merge(repeated);
+    SMP_CHECK_WITH(UsageError, repeated.empty(), call, ": two optimizers have parameter \"",
+                   *repeated.begin(),
+                   "\", and a checkpoint has one state of it. Save them under two paths, or give "
+                   "each optimizer parameters of its own");
   }
+}
+
+std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<Model*>& models) {
+  // One set for each model: names of other models may begin alike.
+  std::vector<std::unordered_set<const c10::TensorImpl*>> own(models.size());
+  for (size_t i = 0; i < models.size(); ++i) {
+    for (const auto& dict : {models[i]->named_parameters(), models[i]->named_buffers()}) {
+      for (const auto& item : dict) own[i].insert(item.value().unsafeGetTensorImpl());
+    }
+  }
+  const auto is_of = [&](const ParameterTable::Entry& entry, size_t i) {
+    return own[i].count(entry.tensor.unsafeGetTensorImpl()) > 0 &&
+           entry.name.rfind(models[i]->full_name(""), 0) == 0;
+  };
   std::vector<NamedTensor> result;
   for (const auto& entry : runtime.table().entries()) {
-    const bool is_own = own.count(entry.tensor.unsafeGetTensorImpl()) > 0;
-    if (is_own && entry.name.rfind(prefix, 0) == 0) {
-      result.push_back({entry.name, entry.tensor, entry.aliases});
-    }
+    bool is_own = false;
+    for (size_t i = 0; i < models.size(); ++i) is_own |= is_of(entry, i);
+    if (is_own) result.push_back({entry.name, entry.tensor, entry.aliases});
   }
   return result;
 }
 
-std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
-                                     Optimizer* optimizer) {
+std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const CheckpointParts& parts) {
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, request.call);
-  if (optimizer != nullptr) {
+  if (!parts.optimizers().empty()) {
     check_nothing_adds_up(runtime, request.call);
-    check_no_average_in_use(runtime, request.call);  // the optimizer may be of several models
+    check_no_average_in_use(runtime, request.call);  // an optimizer may be of several models
+    check_no_common_parameters(parts.optimizers(), request.call);
   }
+  if (!request.merged) check_common_averages(averages_of(runtime, parts.models()), request.call);
   try {
-    return start_saving(runtime, request, model, optimizer);
+    return start_saving(runtime, request, parts);
   } catch (const CheckpointError& error) {  // on all ranks
     if (!request.when_failed) throw;
     request.when_failed(error);
@@ -533,11 +592,11 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& mo
   }
 }
 
-void save_pretrained(const std::string& folder, const Model& model, const NameMap& names) {
+void save_pretrained(const std::string& folder, Model& model, const NameMap& names) {
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, "smp::save_pretrained");
   const auto mine = c10::str("smp::save_pretrained to ", folder);
-  const auto tensors = tensors_of(runtime, model);
+  const auto tensors = tensors_of(runtime, {&model});
   std::optional<checkpoint::OutwardPlan> plan;
   const auto all = together(*runtime.world(), [&] {
     plan.emplace(expected_by(runtime, model, tensors), names);
@@ -546,7 +605,7 @@ void save_pretrained(const std::string& folder, const Model& model, const NameMa
   check_same_call(all);
   const at::NoGradGuard no_grad;
   together(*runtime.world(), [&] {
-    MergedModel(runtime, model).write(*plan, folder, *runtime.world());
+    MergedModel(runtime, {&model}).write(*plan, folder, *runtime.world());
     return "";
   });
 }

@@ -12,6 +12,7 @@
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "runtime/update/optimizer.h"
+#include "smp/checkpoint_parts.h"
 #include "smp/error.h"
 #include "smp/name_map.h"
 
@@ -20,16 +21,16 @@ namespace smp::runtime {
 /// The key of an optimizer's dynamic loss scale in a checkpoint's "optimizer".
 constexpr const char* kLossScale = "loss_scale";
 
-/// What to save, and how. Internal.
+/// The request of a save. Internal.
 struct SaveRequest {
   std::string call;  ///< for errors: "smp::save"
-  std::string path;  ///< of the checkpoint's folder
+  std::string path;  ///< path of the checkpoint's folder
   std::string lock;  ///< the file that the job has locked from then on
   /// One file with the model, written by world rank 0, instead of files by all.
   bool merged = false;
   bool asynchronous = false;
   /// Where it lies. To write into memory is to copy, so an asynchronous save into memory copies
-  /// nothing before: what a rank has is written at once, and the rest in the background.
+  /// nothing before: a rank's own tensors are written at once, and the rest in the background.
   checkpoint::Medium medium = checkpoint::Medium::kDisk;
   std::string user_content;    ///< text of JSON
   std::string arguments = "";  ///< others that all ranks must give alike
@@ -40,25 +41,29 @@ struct SaveRequest {
   /// Called on all ranks with the error of files that cannot be written, if set, which is not
   /// thrown then.
   std::function<void(const CheckpointError&)> when_failed = nullptr;
-  /// Who keeps it, if it is a copy; null: it lies where all ranks see it.
+  /// Holders that keep it, if it is a copy; null: it lies where all ranks see it.
   std::shared_ptr<const CopyHolders> holders = nullptr;
 };
 
 /// Throws `UsageError` between steps whose gradients add up: no checkpoint holds their sums. `call`
-/// is what the user called.
+/// is the user's call, for errors.
 void check_nothing_adds_up(const Runtime& runtime, const std::string& call);
 
-/// The model's tensors under their full names, each once.
-std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime, const Model& model);
+/// Throws `UsageError` for a parameter that two of the optimizers update: a checkpoint has one
+/// state of it. `call` is the user's call, for errors.
+void check_no_common_parameters(const std::vector<Optimizer*>& optimizers, const std::string& call);
 
-/// Writes a checkpoint of a model and, unless null, its optimizer. Collective over the world. Files
-/// that cannot be written are one `CheckpointError` on all ranks, and then an earlier checkpoint is
-/// as it was; for an asynchronous save it comes from what is returned, or from the next save.
-std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Model& model,
-                                     Optimizer* optimizer);
+/// The models' tensors under their full names, each once.
+std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
+                                                const std::vector<Model*>& models);
+
+/// Writes a checkpoint of models and optimizers. Collective over the world. Files that cannot be
+/// written are one `CheckpointError` on all ranks, and then an earlier checkpoint is as it was; for
+/// an asynchronous save it comes from the returned handle, or from the next save.
+std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const CheckpointParts& parts);
 
 /// Writes a model as `folder`/model.safetensors by the names of another program; see
 /// `smp::save_pretrained`.
-void save_pretrained(const std::string& folder, const Model& model, const NameMap& names);
+void save_pretrained(const std::string& folder, Model& model, const NameMap& names);
 
 }  // namespace smp::runtime

@@ -32,7 +32,7 @@ Outcome outcome_of(const std::function<std::string()>& action) {
   }
 }
 
-/// What went wrong, each text once.
+/// The errors, each text once.
 std::string describe(const std::vector<Outcome>& outcomes) {
   std::set<std::string> texts;
   for (const Outcome& outcome : outcomes) {

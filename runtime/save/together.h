@@ -9,21 +9,21 @@
 
 namespace smp::runtime {
 
-/// Calls `action` on each rank of a group and returns what it returned on all, in their order. If
-/// it threw on some, throws one error on every rank, with the same text: a `UsageError` if one of
-/// them was, else a `CheckpointError`. For work outside of communication, such as on files: nobody
-/// goes on alone, and nobody waits for a rank that has given up. Collective. Internal.
+/// Calls `action` on each rank of a group and returns the results of all, in their order. If it
+/// threw on some, throws one error on every rank, with the same text: a `UsageError` if one of them
+/// was, else a `CheckpointError`. For work outside of communication, such as on files: no rank goes
+/// on alone, and none waits for a rank that has given up. Collective. Internal.
 std::vector<std::string> together(comm::Communicator& group,
                                   const std::function<std::string()>& action);
 
-/// As `together`, for work that may take hours: a rank that is stopped meanwhile is noticed within
-/// the time-out of the group, which has all ranks of the world. `action` calls none of its
+/// Works like `together`, for work that may take hours: a rank that is stopped meanwhile is noticed
+/// within the time-out of the group, which has all ranks of the world. `action` calls none of its
 /// collectives. Internal.
 std::vector<std::string> together_for_long(comm::Communicator& group,
                                            const std::function<std::string()>& action);
 
-/// Calls `action`, which communicates. What fails in it fails on this rank alone, and others wait
-/// for it, so the group is aborted. Internal.
+/// Calls `action`, which communicates. An error in it is this rank's alone, and others wait for it,
+/// so the group is aborted. Internal.
 void alone(comm::Communicator& group, const std::function<void()>& action);
 
 }  // namespace smp::runtime

@@ -27,9 +27,9 @@ uint64_t hash_inputs(const std::vector<at::Tensor>& tensors) {
 
 namespace {
 
-/// What a rank compares with the others'.
+/// The digest that a rank compares with the others'.
 struct Digest {
-  uint64_t name;  // of the step function
+  uint64_t name;  // hash of the step function's name
   uint64_t graph;
   uint64_t constants;
   uint64_t overrides;

@@ -13,10 +13,11 @@
 
 namespace smp::runtime {
 
-/// Of the contents of all that are defined.
+/// The hash of the contents of all defined tensors.
 uint64_t hash_inputs(const std::vector<at::Tensor>& tensors);
 
-/// Of a graph as it was captured. Hashing a graph prints it, which is too slow for every step.
+/// Fingerprints of a graph as it was captured. Hashing a graph prints it, which is too slow for
+/// every step.
 struct StepFingerprints {
   explicit StepFingerprints(const graph::Graph& graph);
 
@@ -24,19 +25,20 @@ struct StepFingerprints {
   uint64_t constants;
 };
 
-/// What a rank is about to run. Internal.
+/// The step that a rank is about to run. Internal.
 struct StepTrace {
-  const std::string& name;  ///< of the step function
+  const std::string& name;  ///< name of the step function
   const graph::Graph& graph;
   const StepFingerprints& fingerprints;
-  const std::vector<std::vector<graph::ConstantOverride>>& constants;  ///< by microbatch, or one
+  const std::vector<std::vector<graph::ConstantOverride>>& constants;  ///< one a microbatch, or one
   const std::vector<std::vector<graph::ContentOverride>>& contents;
-  const std::vector<at::Tensor>& inputs;  ///< of the whole batch
-  const std::string& note;                ///< what the other ranks must know beside
+  const std::vector<at::Tensor>& inputs;  ///< inputs of the whole batch
+  const std::string& note;                ///< a note that the other ranks must know beside
   int64_t microbatches;                   ///< into how many the batch is cut
 };
 
-/// What errors call the ranks that must agree ("pp rank"), and by what data are to be shared out.
+/// The name in errors of the ranks that must agree ("pp rank"), and the setting by which data are
+/// divided among them.
 struct AgreeingRanks {
   const char* name;
   const char* share;

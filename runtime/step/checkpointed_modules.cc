@@ -30,7 +30,7 @@ std::string join(const std::string& path, const std::string& child) {
   return path.empty() ? child : path + "." + child;
 }
 
-/// Of all threads.
+/// The requests of all threads.
 class Requests {
  public:
   static Requests& of_process() {

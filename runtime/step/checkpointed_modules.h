@@ -16,9 +16,9 @@ namespace smp::runtime {
 
 /// A call of `smp::set_activation_checkpointing`.
 struct CheckpointingRequest {
-  std::weak_ptr<Runtime> runtime;  ///< of the rank that called; null: it was before `init`
+  std::weak_ptr<Runtime> runtime;  ///< runtime of the rank that called; null: it was before `init`
   std::weak_ptr<const torch::nn::Module> module;
-  std::string name;  ///< of its type, for errors
+  std::string name;  ///< name of its type, for errors
   int group;         ///< how many neighbours run again together; 0: all
 };
 
@@ -28,8 +28,8 @@ void request_checkpointing(CheckpointingRequest request);
 /// Whether a module's children run one after the other: a `Sequential` or a `ModuleList`.
 bool has_children_in_order(const torch::nn::Module& module);
 
-/// What was asked for, by the modules' names in the models. Throws `UsageError` for a module that
-/// this rank named and that is in none of them.
+/// The requested modules, by their names in the models. Throws `UsageError` for a module that this
+/// rank named and that is in none of them.
 std::vector<partitioner::CheckpointedModules> checkpointed_modules(const Runtime& runtime);
 
 }  // namespace smp::runtime

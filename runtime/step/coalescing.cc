@@ -17,7 +17,7 @@
 namespace smp::runtime {
 namespace {
 
-/// A prediction is not worth more: what is coalesced must be faster by this fraction.
+/// A prediction is not worth more: a coalesced step must be faster by this fraction.
 constexpr double kWorthwhile = 0.02;
 
 class Chooser {
@@ -36,7 +36,7 @@ class Chooser {
   }
 
  private:
-  /// What forbids it whatever the number.
+  /// The reason that forbids it whatever the number.
   std::string why_not() const {
     const Config& config = runtime_.config();
     if (request_.per_microbatch) return "its function runs for each microbatch";
@@ -121,7 +121,8 @@ class Chooser {
     return best;
   }
 
-  /// As many as the first graph, or, where none was measured, as leaves two for each rank.
+  /// Coalesces as many as the first graph does, or, where none was measured, as leaves two for each
+  /// rank.
   std::shared_ptr<const graph::Coalesced> like_the_first(std::string& reason) {
     const int64_t most = runtime_.first_step.coalescing > 0
                              ? runtime_.first_step.coalescing

@@ -20,7 +20,7 @@ namespace smp::runtime {
 /// A captured step that may run several of its microbatches as one. Internal.
 struct CoalescingRequest {
   std::string step_name;
-  const graph::Graph& graph;  ///< of one microbatch, with costs
+  const graph::Graph& graph;  ///< graph of one microbatch, with costs
   int64_t microbatches = 1;
   bool measured = false;        ///< the graph's costs are measured, in this call
   bool per_microbatch = false;  ///< the function runs for each of them
@@ -31,12 +31,12 @@ struct CoalescingRequest {
   std::function<graph::TraceResult(const std::vector<at::Tensor>&)> capture;
 };
 
-/// With `"numerics": "fast"`: how many microbatches of the step run as one, and the graph that does
-/// it, with costs; null if they run one by one. It takes what is predicted to be fastest, by costs
-/// measured for each number that comes into question, and later graphs follow the first. Says in
-/// the log what it decided, and why. The same on all ranks of a pipeline, and on all replicas that
-/// run as many microbatches of the graph; collective over the pipeline, and over the world if the
-/// costs are measured.
+/// Chooses, with `"numerics": "fast"`, how many microbatches of the step run as one, and the graph
+/// that does it, with costs; null if they run one by one. It takes the number that is predicted to
+/// be fastest, by costs measured for each candidate number, and later graphs follow the first. Says
+/// its decision and the reason in the log. The same on all ranks of a pipeline, and on all replicas
+/// that run as many microbatches of the graph; collective over the pipeline, and over the world if
+/// the costs are measured.
 std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
                                                           const CoalescingRequest& request);
 

@@ -29,11 +29,12 @@ using partitioner::Compute;
 using partitioner::CostModel;
 using partitioner::Link;
 
-/// Of each measurement the least time counts, after one run that warms up.
+/// The number of runs of each measurement, of which the least time counts, after one run that warms
+/// up.
 constexpr int kRuns = 5;
-/// What takes so long is not disturbed by what comes around it.
+/// A run of this time is not disturbed by others around it.
 constexpr double kLongEnoughUs = 1000;
-constexpr double kLeastUs = 0.01;  // of a difference of two times
+constexpr double kLeastUs = 0.01;  // the least of a difference of two times
 
 double elapsed_us(const std::function<void()>& run) {
   const auto start = std::chrono::steady_clock::now();
@@ -51,7 +52,7 @@ double least_us(const std::function<void()>& run) {
 
 class ComputeProbe {
  public:
-  /// `bytes`: what may be allocated.
+  /// `bytes`: those that may be allocated.
   ComputeProbe(at::Device device, int64_t bytes) : device_(device), bytes_(bytes) {}
 
   Compute run() const {
@@ -131,7 +132,7 @@ class LinkProbe {
   }
 
  private:
-  /// Of a message of so many tensors of so many elements, packed and unpacked.
+  /// The time of a message of so many tensors of so many elements, packed and unpacked.
   double one_way_us(int tensors, int64_t elements) {
     const at::Tensor tensor = at::ones({elements}, device_);
     const std::vector<at::Tensor> values(tensors, tensor);

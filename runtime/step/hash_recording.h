@@ -11,8 +11,8 @@
 
 namespace smp::runtime {
 
-/// Writes what this rank computes in the steps of a program into the log of the configuration's
-/// `record_hashes`. Internal.
+/// Writes hashes of this rank's results in the steps of a program into the log of the
+/// configuration's `record_hashes`. Internal.
 class HashRecording {
  public:
   /// Throws `Error` if the log cannot be written.

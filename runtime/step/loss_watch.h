@@ -21,9 +21,9 @@ bool scales_loss(const Runtime& runtime);
 /// Looks at the numbers that the backwards of a step start from, on the ranks that have them: one
 /// that is not finite makes parameters that are not, on all replicas. Internal.
 ///
-/// Under a loss scale nobody looks: an overflow is part of the plan there, and such a step is
-/// skipped. What lies on a device is read when the next step ends, when it has long been there, on
-/// a stream beside the one that computes.
+/// A loss scale switches the watch off: an overflow is part of the plan there, and such a step is
+/// skipped. A number on a device is read when the next step ends, when it has long been there, on a
+/// stream beside the one that computes.
 class LossWatch {
  public:
   /// A step begins; `call` calls of its function came before.

@@ -2,6 +2,7 @@
 #include "runtime/step/measuring.h"
 
 #include <algorithm>
+#include <sstream>
 
 #include "core/check.h"
 #include "graph/content.h"
@@ -54,16 +55,17 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
 
 void check_same_first_step(const Runtime& runtime, const graph::Graph& graph, int64_t microbatches,
                            const std::string& step_name) {
-  comm::Communicator& world = *runtime.world();
   const core::Topology& topology = runtime.topology();
+  const auto all =
+      comm::all_gather_bytes(*runtime.world(), c10::str(microbatches, " ", graph.fingerprint()));
   std::vector<int64_t> counts(topology.rdp_size());
-  const auto all = comm::all_gather_bytes(world, std::to_string(microbatches));
+  std::vector<std::string> graphs(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    counts[topology.rank_in(CommGroup::kRdp, static_cast<int>(rank))] = std::stoll(all[rank]);
+    const int replica = topology.rank_in(CommGroup::kRdp, static_cast<int>(rank));
+    std::istringstream(all[rank]) >> counts[replica] >> graphs[rank];
   }
   check_same_microbatches(counts, step_name, "Replicas share one plan, which the first step makes");
-  const size_t other =
-      first_other(comm::all_gather_bytes(world, std::to_string(graph.fingerprint())));
+  const size_t other = first_other(graphs);
   SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
                  "\" calls other operators on rank ", other, " than on rank 0 in its first step. "
                  "All replicas must begin with the same step function on inputs of the same shape");

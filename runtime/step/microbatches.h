@@ -13,17 +13,18 @@ namespace smp::runtime {
 
 /// Into how many microbatches a call's batch is cut: as many as divide it, `most` of them at most,
 /// a multiple of `unit`, which divides `most`, where `unit` divides the batch. So all samples count
-/// alike in a mean over microbatches, and one graph is that of all of them. Counts what can be cut:
-/// `cut_microbatches` refuses the rest. Internal.
+/// alike in a mean over microbatches, and one graph is that of all of them. Counts only tensors
+/// that can be cut: `cut_microbatches` refuses the rest. Internal.
 int64_t count_microbatches(const detail::StepCall& call, int64_t most, int64_t unit);
 
-/// The call's tensors by microbatch. `count` is what `count_microbatches` found, or a number that
-/// divides it. Throws `UsageError` for what cannot be cut; `step_name` is for it. Internal.
+/// The call's tensors by microbatch. `count` is the result of `count_microbatches`, or a number
+/// that divides it. Throws `UsageError` for tensors that cannot be cut; `step_name` is for it.
+/// Internal.
 std::vector<std::vector<at::Tensor>> cut_microbatches(const detail::StepCall& call, int64_t count,
                                                       const std::string& step_name);
 
 /// Throws a `UsageError` unless `unit`, the gradient shards that a replica sums, divides the batch
-/// of a call that trains. `cut_microbatches` takes what it is given. Internal.
+/// of a call that trains. `cut_microbatches` does not check its number. Internal.
 void check_shards(const detail::StepCall& call, int64_t unit, const std::string& step_name);
 
 /// Throws a `UsageError` unless replicas cut their batches into as many microbatches; 0: a replica

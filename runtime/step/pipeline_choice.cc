@@ -68,8 +68,8 @@ class StepPlanner {
   }
 
  private:
-  /// What a rank may keep for microbatches in flight, besides its parameters and what it works
-  /// with.
+  /// The bytes that a rank may keep for microbatches in flight, besides its parameters and working
+  /// memory.
   std::vector<double> activation_limits(const partitioner::Plan& plan, int64_t limit) const {
     if (limit == 0) return {};
     std::vector<double> limits(
@@ -187,7 +187,8 @@ partitioner::Sharding sharding_of(const Config& config, int replicas) {
       .bucket(config.sdp_reduce_bucket_size());
 }
 
-/// Of a schedule by the configuration's name; what "auto" takes is not known yet.
+/// Microbatches in flight of a schedule by the configuration's name; the choice of "auto" is not
+/// known yet.
 InFlight in_flight_of(const std::string& pipeline) {
   if (pipeline == "file") return InFlight::kAll;
   return pipeline == "auto" ? InFlight::kRanks : pipeline::schedule_kind(pipeline).in_flight;

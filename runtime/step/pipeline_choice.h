@@ -16,14 +16,14 @@
 
 namespace smp::runtime {
 
-/// What the configuration says of pipelines, in the terms of the partitioner and of schedules.
-/// Internal; but for those that read files pure functions, so all ranks come to the same result.
+/// The configuration of pipelines, in the terms of the partitioner and of schedules. Internal; but
+/// for those that read files pure functions, so all ranks come to the same result.
 
-/// The schedule of `"pipeline": "file"` in its text form, else "". Throws what reading it throws.
+/// The schedule of `"pipeline": "file"` in its text form, else "". Throws the errors of reading it.
 std::string read_schedule(const Config& config);
 
-/// What the file of `cost_model` says; where that is none, what is taken for granted of such
-/// devices. Throws what reading it does.
+/// The costs in the file of `cost_model`; where that is none, the defaults for such devices. Throws
+/// the errors of reading it.
 partitioner::CostModel read_costs(const Config& config, at::Device device);
 
 /// The step in which a plan is used, by `replicas` pipelines of `ranks` ranks, under the limit of
@@ -34,9 +34,9 @@ partitioner::StepModel step_model(const Config& config, int ranks, int microbatc
 partitioner::PartitionOptions partition_options(const Config& config, int ranks,
                                                 const partitioner::StepModel& step);
 
-/// The rank of each stage that the schedule needs, empty for one stage on each rank in order: of
-/// several ways that come into question ("auto") the one with the shortest predicted step. `graph`
-/// has costs; `file` is what `read_schedule` gave. Throws what `partition` and `plan_step` throw.
+/// The rank of each stage that the schedule needs, empty for one stage on each rank in order: among
+/// several candidates ("auto") the one with the shortest predicted step. `graph` has costs; `file`
+/// is the result of `read_schedule`. Throws the errors of `partition` and `plan_step`.
 std::vector<int> best_placement(const Config& config, const std::string& file,
                                 const graph::Graph& graph,
                                 const partitioner::PartitionOptions& options);
@@ -45,9 +45,9 @@ std::vector<int> best_placement(const Config& config, const std::string& file,
 struct PlannedStep {
   partitioner::Prediction prediction;
   std::vector<pipeline::Edge> edges;
-  pipeline::ScheduleOptions options;  ///< what schedules are made for, with costs and limits
+  pipeline::ScheduleOptions options;  ///< options of schedules, with costs and limits
   std::string pipeline;               ///< the name of the schedule
-  pipeline::Schedule schedule;        ///< with its transfers; verified
+  pipeline::Schedule schedule;        ///< schedule with its transfers; verified
   pipeline::Simulation simulation;
   std::string report;  ///< why it is this one, if another one was asked for or "auto"; else empty
 };
@@ -56,7 +56,7 @@ struct PlannedStep {
 /// decided where stages are, so that another schedule may have to do, which `report` says then.
 ///
 /// Throws `ConfigError` where the stages are not placed as the schedule needs them, or a schedule
-/// file does not fit the plan, and what reading and verifying it throws.
+/// file does not fit the plan, and the errors of reading and verifying it.
 PlannedStep plan_step(const Config& config, const std::string& file, const graph::Graph& graph,
                       const partitioner::Plan& plan, int ranks, const partitioner::StepModel& model,
                       bool settled);

@@ -44,9 +44,9 @@ std::map<std::string, std::string> reasons_of(const graph::Graph& graph,
   return reasons;
 }
 
-/// Gives every parameter and buffer an owner, and the reason. What no operator reads has to live
-/// somewhere. A later graph that does read it will most likely do so beside what was registered
-/// before it.
+/// Gives every parameter and buffer an owner, and the reason. Tensors that no operator reads have
+/// to live somewhere, too. A later graph that does read it will most likely do so beside the tensor
+/// registered before it.
 void settle_owners(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan) {
   const auto reasons = reasons_of(graph, plan);
   int last = 0;
@@ -95,13 +95,13 @@ void check_overlaps(const ParameterTable& table) {
   }
 }
 
-/// Whether this rank keeps memory for a parameter or buffer: for buffers, for what it owns, and for
-/// what lies beside other parameters.
+/// Whether this rank keeps memory for a parameter or buffer: for buffers, for its own parameters,
+/// and for those that lie beside others.
 bool keeps(const Runtime& runtime, const ParameterTable::Entry& entry) {
   return !entry.is_parameter() || runtime.owns(entry) || entry.shares_storage_in(runtime.table());
 }
 
-/// Frees what belongs to other ranks, and makes it absent for the program.
+/// Frees other ranks' tensors, and makes them absent for the program.
 void release_others(Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     const bool kept = keeps(runtime, entry);
@@ -125,9 +125,9 @@ void tell_clipping(const Runtime& runtime) {
       "leaves them as they are"));
 }
 
-/// Leaves this rank what it is to hold of each parameter, one after the other: what it keeps is
-/// made if it has no data, then divided among the ranks of the tensor-parallel group, moved to the
-/// device, then divided among replicas.
+/// Leaves this rank its part of each parameter, one after the other: the part is made if it has no
+/// data, then divided among the ranks of the tensor-parallel group, moved to the device, then
+/// divided among replicas.
 class Holding {
  public:
   Holding(Runtime& runtime, const Splits& splits) : runtime_(runtime), splits_(splits) {}
@@ -196,9 +196,9 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   runtime.first_step.plan = std::make_shared<partitioner::Plan>(planned.plan);
   check_overlaps(runtime.table());
   release_others(runtime);
-  core::return_freed_memory();  // what belongs to other ranks now, and what the capture took
+  core::return_freed_memory();  // memory of other ranks' tensors, and of the capture
   Holding(runtime, splits).run();
-  core::return_freed_memory();  // what was divided
+  core::return_freed_memory();  // memory of divided tensors
   const std::string report =
       partitioner::report(graph, planned.plan,
                           step_model(runtime, microbatches).largest_region(planned.largest_region));

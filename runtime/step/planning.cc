@@ -22,7 +22,7 @@ namespace {
 using partitioner::CheckpointedModules;
 using partitioner::Plan;
 
-/// What the user pinned, by name.
+/// The user's pins, by name.
 partitioner::Owners pins_of(const Runtime& runtime) {
   partitioner::Owners pinned;
   for (const auto& entry : runtime.table().entries()) {
@@ -31,7 +31,7 @@ partitioner::Owners pins_of(const Runtime& runtime) {
   return pinned;
 }
 
-/// Who owns what, by name; nothing before partitioning.
+/// The owners of tensors, by name; nothing before partitioning.
 partitioner::Owners owners_of(const Runtime& runtime) {
   partitioner::Owners owners;
   for (const auto& entry : runtime.table().entries()) {
@@ -139,7 +139,7 @@ class Planner {
                                      modules);
   }
 
-  /// Warns, as SMP documents it: only what checkpointed modules keep is offloaded.
+  /// Warns, as SMP documents it: only tensors kept by checkpointed modules are offloaded.
   void warn_without_effect(const partitioner::Regions& regions) const {
     if (!captured_->trains() || !regions.empty() || runtime_.rank() != 0) return;
     if (!config_.offload_activations() || runtime_.partitioned()) return;

@@ -18,7 +18,7 @@ struct PlannedGraph {
   /// In the program's order.
   std::shared_ptr<const graph::Graph> captured;
   partitioner::Plan plan;
-  /// What runs again in the backward pass; empty: nothing.
+  /// The regions that run again in the backward pass; empty: nothing.
   partitioner::Regions regions;
   int64_t largest_region = 0;  ///< bytes that it saves
 };
@@ -29,11 +29,11 @@ struct PlannedGraph {
 ///
 /// With `activation_checkpointing: "auto"` the plan is made without the memory limit first; if it
 /// needs more, modules are chosen to run again (`partitioner::choose_modules`), and if that does
-/// not help, the plan is made anew for all of them. Throws what `partition` throws, and
+/// not help, the plan is made anew for all of them. Throws the errors of `partition`, and a
 /// `PartitionError` where a plan that was loaded cannot keep the limit.
 ///
 /// Where the limit is the devices' and no plan is predicted to keep it, rank 0 warns, and this and
-/// later plans are made without one: a prediction counts the whole of what a step may need.
+/// later plans are made without one: a prediction counts all that a step may need.
 PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
                        int microbatches);
 

@@ -23,7 +23,8 @@
 namespace smp::runtime {
 namespace {
 
-/// Names, shapes and types of everything registered, hooks, and what runs again, one line each.
+/// Names, shapes and types of everything registered, hooks, and the modules that run again, one
+/// line each.
 std::string describe_models(const Runtime& runtime) {
   std::ostringstream out;
   for (const auto& entry : runtime.table().entries()) {
@@ -76,13 +77,14 @@ void settle_device(Runtime& runtime) {
   runtime.use_device(device);
 }
 
-/// What is left of a device for tensors, at least: kernels, NCCL and an allocator's gaps take some.
+/// The share of a device that is left for tensors, at least: kernels, NCCL and an allocator's gaps
+/// take some.
 constexpr double kForTensors = 0.9;
 
 /// The least that any rank has of its device's memory, which ranks of a host may share.
 void settle_device_share(Runtime& runtime) {
   const at::Device device = runtime.device();
-  // A plan that was loaded is what the user chose.
+  // The user chose a plan that was loaded.
   if (device.is_cpu() || runtime.config().load_partition()) return;
   const auto& host = runtime.topology().host(runtime.rank());
   const auto devices = comm::all_gather_bytes(*runtime.world(), c10::str(host, " ", device));

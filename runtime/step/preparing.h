@@ -5,7 +5,7 @@
 
 namespace smp::runtime {
 
-/// What the first step does before it captures: compares the models of all ranks, gives every
+/// Does the first step's work before it captures: compares the models of all ranks, gives every
 /// rank the parameters and buffers of world rank 0 (but for delayed parameters, which are made once
 /// they have owners, and for parts of divided ones, which come from the first rank that has the
 /// same), settles the seed and the device, and shows the models there (placement.h). Collective

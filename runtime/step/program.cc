@@ -52,7 +52,7 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
       coalesced_(coalesced),
       pipeline_(runtime_->group(CommGroup::kPp)),
       foreign_gradients_(*runtime_, *graph_) {
-  core::return_scratch_memory();  // of the sizes that other programs compute with
+  core::return_scratch_memory();  // memory of the sizes that other programs compute with
   position_.resize(plan_.order.size());
   for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
   const Config& config = runtime_->config();
@@ -99,7 +99,7 @@ void Program::find_copies() {
   }
 }
 
-/// Makes what sums gradients, anew when a checkpoint with other gradient shards was loaded.
+/// Makes the sums of gradients, anew when a checkpoint with other gradient shards was loaded.
 void Program::make_gradients() {
   const int shards = runtime_->gradient_shards();
   if (shards == shards_) return;
@@ -135,7 +135,7 @@ void Program::make_gradients() {
     dp::BucketOptions bucket;
     bucket.bucket_bytes = model->bucket_bytes();
     bucket.microbatches = static_cast<int>(microbatches_);
-    // A hook adds up what replicas have; none but them has a sum of its own.
+    // A hook adds up the replicas' sums; none but them has a sum of its own.
     bucket.gradient_shards = model->has_comm_hook() ? replicas->size() : shards;
     bucket.divisor = options.average_grads_across_microbatches()
                          ? static_cast<double>(microbatches_ * coalesced_ * replicas->size())
@@ -279,8 +279,8 @@ void Program::start_reductions() {
   }
 }
 
-/// Notes when buckets are reduced, in a step that is recorded, and tells tests. What it returns is
-/// for when they are.
+/// Notes when buckets are reduced, in a step that is recorded, and tells tests. The result says
+/// when they are.
 Program::Reductions Program::observe_reductions(bool records) {
   auto recorded = std::make_shared<std::vector<pipeline::ReductionRecord>>();
   const auto note = [recorded, test = runtime_->execution.on_reduction](const auto& event) {
@@ -297,7 +297,7 @@ Program::Reductions Program::observe_reductions(bool records) {
   return recorded;
 }
 
-/// Reduces what has not started, too. `pace` is this replica's, but for its updates.
+/// Reduces buckets that have not started, too. `pace` is this replica's, but for its updates.
 void Program::finish_training(const std::string& name, ReplicaPace pace) {
   for (dp::StepGradients* gradients : reductions_) gradients->reduce();
   pace.updates = runtime_->update_watch->updates();
@@ -361,7 +361,7 @@ void Program::apply_constants(pipeline::Stage& stage, const Inputs& inputs,
   stage.apply(inputs.constants[index], inputs.contents[index]);
 }
 
-/// Sees to it that the step is recorded as far as somebody wants that.
+/// Sees to it that the step is recorded as far as a record is wanted.
 void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
   records_.clear();
   if (replay_check_) {
@@ -387,8 +387,8 @@ void Program::count_as_planned(Inputs& inputs) const {
   }
 }
 
-/// Stages keep the overrides they were given, so what an earlier step overrode and this one does
-/// not is set back to what was recorded.
+/// Stages keep the overrides they were given, so values that an earlier step overrode and this one
+/// does not are set back to the recorded ones.
 void Program::complete_overrides(Inputs& inputs) {
   for (const auto& list : inputs.constants) {
     for (const auto& change : list) {

@@ -29,8 +29,8 @@
 
 namespace smp::runtime {
 
-/// A graph made ready to run on this rank: its plan, what runs its schedule, and what sums its
-/// gradients, for one number of microbatches. Internal.
+/// A graph made ready to run on this rank: its plan, the runner of its schedule, and the sums of
+/// its gradients, for one number of microbatches. Internal.
 class Program : public std::enable_shared_from_this<Program> {
  public:
   /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
@@ -40,12 +40,12 @@ class Program : public std::enable_shared_from_this<Program> {
 
   /// One step's inputs and constants.
   struct Inputs {
-    std::vector<std::vector<at::Tensor>> tensors;  ///< by microbatch, then graph input
-    /// By microbatch, or one entry for all; operators are counted as captured.
+    std::vector<std::vector<at::Tensor>> tensors;  ///< tensors by microbatch, then graph input
+    /// Constants by microbatch, or one entry for all; operators are counted as captured.
     std::vector<std::vector<graph::ConstantOverride>> constants;
     std::vector<std::vector<graph::ContentOverride>> contents;
-    std::string name;            ///< of the step function
-    uint64_t random_stream = 0;  ///< its
+    std::string name;            ///< name of the step function
+    uint64_t random_stream = 0;  ///< number of its random stream
     uint64_t step_call = 0;      ///< how many calls of it came before
     bool detach_outputs = true;
     bool share_outputs = true;  ///< those of several elements, too
@@ -62,7 +62,7 @@ class Program : public std::enable_shared_from_this<Program> {
   /// Whether a stage of this rank reads the step's input at this position.
   bool reads_input(size_t position) const;
 
-  /// As `ScheduleRunner::describe`.
+  /// See `ScheduleRunner::describe`.
   std::string describe() const { return runner_->describe(); }
 
   const partitioner::Plan& plan() const { return plan_; }
@@ -125,23 +125,23 @@ class Program : public std::enable_shared_from_this<Program> {
   ForeignGradients foreign_gradients_;
   std::unique_ptr<ScheduleRunner> runner_;
   std::vector<Copy> copies_;                   // the same on every rank
-  std::vector<at::Tensor> absent_;             // what this rank reads and the program must not
+  std::vector<at::Tensor> absent_;             // those read here that the program must not
   std::unique_ptr<HashRecording> recording_;   // null: off
   std::unique_ptr<ReplayCheck> replay_check_;  // null: off
-  StepRecords records_;                        // of the step that runs
+  StepRecords records_;                        // records of the step that runs
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;
-  int shards_ = 0;  // what these were made for
-  // By model, those of other numbers of microbatches, too, and by what this one divides.
+  int shards_ = 0;  // number of shards that these were made for
+  // Sums by model, those of other numbers of microbatches, too, and the divisors of this one.
   std::vector<std::shared_ptr<dp::WholeGradients>> whole_;
   std::vector<double> divisors_;
-  // By model, of parameters that are divided; empty without sharded data parallelism.
+  // Sums of divided parameters by model; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
   std::vector<dp::StepGradients*> reductions_;  // those of both, in the order in which they reduce
-  std::vector<Place> place_of_;                 // by owned parameter
-  ReplicaJoin::Step together_;                  // what replicas do together in the step that runs
-  core::PublicCall caller_;                     // of the step that runs
+  std::vector<Place> place_of_;                 // place of each owned parameter
+  ReplicaJoin::Step together_;                  // the replicas' common work in the step that runs
+  core::PublicCall caller_;                     // caller of the step that runs
   LossWatch losses_;
 };
 

@@ -15,10 +15,10 @@
 
 namespace smp::runtime {
 
-/// What the stages of this rank record in a step: by stage and microbatch.
+/// The records of this rank's stages in a step: by stage and microbatch.
 using StepRecords = std::map<std::pair<int, int>, pipeline::StageRecord>;
 
-/// Names what stages record as the program counts it: stages run the graph in the plan's order.
+/// Names the records of stages in the program's order: stages run the graph in the plan's order.
 /// Internal.
 class RecordedRows {
  public:
@@ -29,9 +29,9 @@ class RecordedRows {
   uint64_t fingerprint() const { return fingerprint_; }
   const graph::HashRows& rows() const { return rows_; }
 
-  /// The row of what was hashed, if logs have one.
+  /// The row of a hashed tensor, if logs have one.
   std::optional<int> row_of(const pipeline::TensorHash& hash) const;
-  /// Where it comes among what a microbatch computes: operators in program order, buffers, then
+  /// Its place among the results of a microbatch: operators in program order, buffers, then
   /// gradients as a backward pass makes them.
   std::pair<int, int> place_of(const pipeline::TensorHash& hash) const;
   /// For people: "result 0 of operator 17 (aten::linear, in module \"mlp\": f32[8, 16])".

@@ -26,7 +26,7 @@ using pipeline::TensorHash;
 
 namespace {
 
-/// Above those of the channels and of what `Program` copies.
+/// Above those of the channels and of `Program`'s copies.
 constexpr comm::Tag kReplayTag = (1 << 19) + (1 << 18);
 
 at::Tensor bytes_tensor(const std::string& bytes) {
@@ -74,7 +74,7 @@ class Unpacker {
 };
 
 /// The first hash in which two records of a microbatch differ; null if none does. One that `again`
-/// alone has is of what the other had added up elsewhere.
+/// alone has is of a gradient that the other had added up elsewhere.
 const TensorHash* find_difference(const std::vector<TensorHash>& run,
                                   const std::vector<TensorHash>& again, const RecordedRows& rows) {
   const auto key = [&](const TensorHash& hash) {
@@ -217,8 +217,8 @@ void ReplayCheck::send(const std::vector<at::Tensor>& parts) {
   }
 }
 
-/// What another rank has run; nothing if that cannot run again, or is of another graph than this
-/// rank's, as replicas may run in a step.
+/// The case that another rank has run; nothing if that cannot run again, or is of another graph
+/// than this rank's, as replicas may run in a step.
 std::optional<ReplayCase> ReplayCheck::receive() {
   const auto take = [&](const at::Tensor& tensor) {
     runtime_.group(peers_.group)->recv(tensor, peers_.from, kReplayTag);
@@ -248,8 +248,8 @@ std::optional<ReplayCase> ReplayCheck::receive() {
   return run;
 }
 
-/// What differs, as a sentence without a full stop; empty: nothing, or it is not this rank's to run
-/// again.
+/// The difference, as a sentence without a full stop; empty: nothing, or it is not this rank's to
+/// run again.
 std::string ReplayCheck::replay() {
   if (peers_.from == -1) return "";
   const auto run = peers_.from == me() ? std::exchange(case_, std::nullopt) : receive();

@@ -26,11 +26,11 @@ namespace smp::runtime {
 struct ReplayCase {
   uint64_t graph = 0;  ///< fingerprint of the captured one
   int32_t stage = 0;
-  int32_t microbatch = 0;  ///< of the rank
+  int32_t microbatch = 0;  ///< microbatch of the rank
   graph::RandomKey key;
   std::vector<graph::ConstantOverride> constants;
   std::vector<pipeline::TensorHash> hashes;
-  std::vector<at::Tensor> given;  ///< as in `StageRecord`
+  std::vector<at::Tensor> given;  ///< tensors given, see `StageRecord`
 };
 
 /// The configuration's `replay_check` for the steps of one program: every so many steps one
@@ -51,8 +51,8 @@ class ReplayCheck {
 
   struct Step {
     std::string function;                                         ///< the step function's name
-    std::vector<graph::RandomKey> keys;                           ///< by microbatch
-    std::vector<std::vector<graph::ConstantOverride>> constants;  ///< by microbatch, or one
+    std::vector<graph::RandomKey> keys;                           ///< keys by microbatch
+    std::vector<std::vector<graph::ConstantOverride>> constants;  ///< one a microbatch, or one
     bool has_all_replicas = true;  ///< false: some run out of batches, and nothing is checked
   };
 
@@ -60,20 +60,19 @@ class ReplayCheck {
   void begin_step(Step step);
   /// Whether this rank runs the microbatch of the stage that is to run again.
   bool watches(int stage, int microbatch) const;
-  /// What that microbatch will be recorded in.
+  /// Sets the record of that microbatch.
   void watch(pipeline::StageRecord& record);
 
-  /// The schedule has run: runs again what is to run again on this rank. Throws a
-  /// `CorruptionError`, the same on all ranks, where bits differ. Collective over the world, in
-  /// steps where a check is due.
+  /// The schedule has run: runs this rank's cases again. Throws a `CorruptionError`, the same on
+  /// all ranks, where bits differ. Collective over the world, in steps where a check is due.
   void finish();
 
  private:
   /// Ranks of `group`, which may be this one; -1: none.
   struct Peers {
     CommGroup group = CommGroup::kPp;
-    int from = -1;  // what it has run runs again here
-    int to = -1;    // runs again what this one has run
+    int from = -1;  // the rank whose work runs again here
+    int to = -1;    // the rank that runs this one's work again
   };
 
   Peers peers_for(int stage) const;
@@ -93,14 +92,14 @@ class ReplayCheck {
   const std::vector<pipeline::Edge>& edges_;
   const int microbatches_;
   const std::shared_ptr<const RecordedRows> rows_;
-  std::map<int, std::unique_ptr<pipeline::Stage>> stages_;  // to run again
+  std::map<int, std::unique_ptr<pipeline::Stage>> stages_;  // stages to run again
   std::set<int> refused_;                                   // those that cannot
   Step step_;
   // In a step where a check is due:
   bool is_due_ = false;
-  std::optional<ReplayCase> case_;  // what is to run again; null: nothing can
+  std::optional<ReplayCase> case_;  // the case to run again; null: none can
   Peers peers_;
-  // What is sent, until it has been taken.
+  // Tensors that are sent, until they have been taken.
   std::vector<at::Tensor> sent_;
   std::vector<WorkPtr> sends_;
 };

@@ -85,7 +85,7 @@ void ReplicaJoin::take_model_of(int root) {
   take_counts_of(root);
 }
 
-/// What is compared between replicas, is saved, or keys random numbers.
+/// Takes the counts that are compared between replicas, are saved, or key random numbers.
 void ReplicaJoin::take_counts_of(int root) {
   Progress& progress = runtime_.progress;
   const nlohmann::json mine = {{"training_steps", progress.training_steps},

@@ -18,10 +18,10 @@ class Program;
 /// function. Internal.
 class ReplicaJoin final : public dp::Joinable {
  public:
-  /// What replicas do together in a step that trains.
+  /// The replicas' common work in a step that trains.
   struct Step {
-    int divisor = 1;          ///< by the microbatches of how many replicas gradients are divided
-    int source = 0;           ///< whose buffers are given to all
+    int divisor = 1;          ///< number of replicas whose microbatches divide the gradients
+    int source = 0;           ///< rank whose buffers are given to all
     bool is_complete = true;  ///< all replicas have a batch
   };
 
@@ -38,7 +38,7 @@ class ReplicaJoin final : public dp::Joinable {
   void end_join() override;
 
  private:
-  /// What a step function trained with last.
+  /// The last training of a step function.
   struct Trained {
     std::string step_name;
     std::weak_ptr<Program> program;
@@ -51,7 +51,7 @@ class ReplicaJoin final : public dp::Joinable {
   Step step_of(const Round& round) const;
 
   Runtime& runtime_;
-  std::map<int64_t, Trained> trained_;  // by step function, as rounds tell them apart
+  std::map<int64_t, Trained> trained_;  // trainings by step function, as rounds tell them apart
   bool took_part_ = false;              // in steps of others
 };
 

@@ -11,7 +11,7 @@
 
 namespace smp::runtime {
 
-/// What a replica tells the others when they reduce the gradients of a step.
+/// The message of a replica to the others when they reduce the gradients of a step.
 struct ReplicaPace {
   int64_t updates = 0;       ///< steps of `DistributedOptimizer`s before
   int64_t has_bad_loss = 0;  ///< see `LossWatch`

@@ -13,7 +13,7 @@
 namespace smp::runtime {
 namespace {
 
-/// Of a timeline without a trial. The first steps capture, plan and warm caches.
+/// The steps skipped by a timeline without a trial. The first steps capture, plan and warm caches.
 constexpr int kSkippedSteps = 2;
 constexpr int kTimelineSteps = 3;
 

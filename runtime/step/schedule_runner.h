@@ -23,13 +23,13 @@ namespace smp::runtime {
 ///
 /// Replicas try the same schedules, and record, in the same steps, so that their measurements can
 /// be put together. They may run different programs (graphs) in a step, which then does not count;
-/// to find out, replicas tell each other what they run, until the timeline is complete and for a
-/// trial in the first steps of training (`Execution::trial_steps`). What is not decided by then
-/// stays as it is.
+/// to find out, replicas tell each other their program, until the timeline is complete and for a
+/// trial in the first steps of training (`Execution::trial_steps`). A schedule that is not decided
+/// by then stays as it is.
 class ScheduleRunner {
  public:
-  /// `graph`, in the plan's order, `plan` and `runtime` outlive it. `regions`: what runs again in
-  /// the backward pass, per operator; empty: nothing. Collective over the pipeline.
+  /// `graph`, in the plan's order, `plan` and `runtime` outlive it. `regions`: those that run again
+  /// in the backward pass, per operator; empty: nothing. Collective over the pipeline.
   ScheduleRunner(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
                  partitioner::Regions regions, PlannedStep step);
 
@@ -38,7 +38,7 @@ class ScheduleRunner {
 
   /// Before a step: whether it is recorded. Collective over the replicas in the first steps.
   bool begin_step();
-  /// After it: what was reduced meanwhile, if it is recorded. In the steps that end a part of a
+  /// After it: the reductions meanwhile, if they are recorded. In the steps that end a part of a
   /// trial or the timeline collective over the world.
   void end_step(std::vector<pipeline::ReductionRecord> reductions);
 
@@ -67,13 +67,13 @@ class ScheduleRunner {
   const partitioner::Plan& plan_;
   const partitioner::Regions regions_;
   const std::vector<pipeline::Edge> edges_;
-  std::string identity_;  // of the program, the same in all replicas
-  std::string name_;      // of the schedule
+  std::string identity_;  // identity of the program, the same in all replicas
+  std::string name_;      // name of the schedule
   pipeline::Simulation predicted_;
   std::unique_ptr<pipeline::Executor> executor_;
   std::unique_ptr<ScheduleTrial> trial_;            // null when it is over
   std::unique_ptr<StepRecording> recording_;        // null when nothing is to be recorded
-  pipeline::TimelineRecorder* recorder_ = nullptr;  // of this step
+  pipeline::TimelineRecorder* recorder_ = nullptr;  // recorder of this step
   bool writes_timeline_ = false;
   uint64_t turns_ = 0;  // steps of this program that replicas ran together, when they asked
 };

@@ -12,7 +12,7 @@
 namespace smp::runtime {
 
 /// How `"pipeline": "auto"` finds its schedule in the first steps of training: which one runs next,
-/// and what follows from what was recorded. A pure state machine: every rank has one, tells it the
+/// and the conclusions from the records. A pure state machine: every rank has one, tells it the
 /// same, and so comes to the same schedule. Internal.
 ///
 /// 1. The choice by the predicted costs runs.
@@ -52,8 +52,8 @@ class ScheduleTrial {
   const pipeline::RankedSchedule first_;
   pipeline::RankedSchedule current_;
   Part part_ = Part::kPredicted;
-  std::vector<pipeline::Timeline> recorded_;  // by part
-  pipeline::ScheduleRanking ranking_;         // by measured costs
+  std::vector<pipeline::Timeline> recorded_;  // timelines by part
+  pipeline::ScheduleRanking ranking_;         // ranking by measured costs
   std::string verdict_;
 };
 

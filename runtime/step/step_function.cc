@@ -167,7 +167,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   return results;
 }
 
-/// With the tensors of the rank that supplies them.
+/// Adds the tensors of the rank that supplies them.
 StepCall StepFunction::from_source(StepCall call) const {
   if (runtime_->config().input_source() == "first") {
     call.tensors = take_first_batch(*runtime_->group(CommGroup::kPp), call.tensors, name_);
@@ -191,7 +191,7 @@ StepFunction::Batches StepFunction::exchange(StepCall call) const {
   return batches;
 }
 
-/// Of the microbatches of this rank's own batch.
+/// Outputs of the microbatches of this rank's own batch.
 StepResults StepFunction::own_outputs(StepResults outputs, int64_t microbatches) const {
   if (runtime_->batches() == 1) return outputs;
   const int64_t first = runtime_->rank_in(CommGroup::kTp) * microbatches;
@@ -247,7 +247,7 @@ bool StepFunction::guard_is_due(const StepCall& call, const std::vector<at::Tens
   if (!last_ || !call.has_last_result || runs_each_microbatch(call)) return true;
   const auto number = static_cast<int64_t>(runtime_->progress.step_functions.calls(name_));
   if (guard_period_ > 0 && number % guard_period_ == 0) return true;
-  // What several microbatches must not do is looked at for as many as there are.
+  // Rules for several microbatches are checked for as many as there are.
   if (call.microbatches > last_microbatches_) return true;
   return metas_of(inputs) != last_inputs_ || call.places != last_places_;
 }
@@ -360,6 +360,7 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
   }
   const WholeShapes whole_shapes(runtime_->table());
   const FlagScope tracing(runtime_->current_step.is_captured, execute);
+  runtime_->current_step.microbatches = static_cast<int>(microbatches_run(call));
   graph::Tracer tracer(std::move(options));
   return tracer.run(shown, [&](const std::vector<at::Tensor>& tensors) {
     return call.function(microbatch, tensors);
@@ -418,8 +419,9 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
   return traced;
 }
 
-/// Runs the function for the other microbatches, too, on shapes: what the run for the first has
-/// left in a member is what they would read in one process, and has no data. Throws where they do.
+/// Runs the function for the other microbatches, too, on shapes: they would read in one process the
+/// tensors that the run for the first has left in members, which have no data. Throws where they
+/// do.
 void StepFunction::check_no_state(const StepCall& call,
                                   const std::vector<std::vector<at::Tensor>>& inputs) {
   for (size_t m = 1; m < inputs.size(); ++m) {
@@ -481,7 +483,7 @@ void StepFunction::agree(const Traced& traced, const Batches& batches) {
   }
 }
 
-/// Of the random streams of the first microbatch in the next call.
+/// The key of the random streams of the first microbatch in the next call.
 graph::RandomKey StepFunction::random_key() const {
   return {*runtime_->progress.seed, stream_, runtime_->progress.step_functions.calls(name_), 0};
 }

@@ -45,22 +45,22 @@ class StepFunction {
   int64_t microbatches() const;
   int64_t count_microbatches(const StepCall& call) const;
   const std::string& name() const { return name_; }
-  /// Of the last call, see `Program::describe`; empty before.
+  /// Describes the program of the last call, see `Program::describe`; empty before.
   std::string describe_program() const { return last_program_ ? last_program_->describe() : ""; }
   /// False if the configuration's `guard` lets some calls pass without running the function.
   bool guards_every_step() const { return guard_period_ == 1; }
 
  private:
-  /// What the guard found, to be compared between the ranks of a pipeline.
+  /// The findings of the guard, to be compared between the ranks of a pipeline.
   struct Traced {
     std::shared_ptr<graph::Graph> found;
-    std::vector<std::vector<graph::ConstantOverride>> constants;  // by microbatch, or one
+    std::vector<std::vector<graph::ConstantOverride>> constants;  // constants by microbatch, or one
     std::vector<std::vector<graph::ContentOverride>> contents;
     bool is_new = false;
     std::vector<uint64_t> checksums;
   };
 
-  /// What runs a graph, perhaps several microbatches as one.
+  /// The program that runs a graph, perhaps several microbatches as one.
   struct Prepared {
     std::shared_ptr<const graph::Coalesced> coalesced;         // null: one by one
     std::shared_ptr<const nn::rewrite::DividedGraph> divided;  // null: as captured
@@ -112,15 +112,16 @@ class StepFunction {
   std::shared_ptr<Runtime> runtime_;
   StepOptions options_;
   std::string name_;
-  uint64_t stream_;       // of its random numbers
+  uint64_t stream_;       // number of its random stream
   int64_t guard_period_;  // every how many calls the function runs; 0: in the first only
   bool guards_every_microbatch_;
-  // What the last guarded call found, and for inputs of which shapes; kept unless all are guarded.
+  // The findings of the last guarded call, and the shapes of its inputs; kept unless all are
+  // guarded.
   std::optional<Traced> last_;
   std::vector<graph::TensorMeta> last_inputs_;
   std::vector<int> last_places_;
   int64_t last_microbatches_ = 0;
-  std::shared_ptr<Program> last_program_;              // of the last call
+  std::shared_ptr<Program> last_program_;              // program of the last call
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
   std::map<const graph::Graph*, StepFingerprints> fingerprints_;

@@ -16,7 +16,7 @@ constexpr comm::Tag kClockTag = 1 << 18;
 
 at::Tensor as_tensor(int64_t& number) { return at::from_blob(&number, {1}, at::kLong); }
 
-/// What rank 0's clock shows, as far as can be told from here; answers the others there.
+/// The time on rank 0's clock, as far as can be told from here; answers the others there.
 int64_t offset_to_rank_0(comm::Communicator& world) {
   int64_t number = 0;
   const at::Tensor message = as_tensor(number);

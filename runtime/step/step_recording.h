@@ -24,7 +24,7 @@ class StepRecording {
                 pipeline::Simulation predicted, const std::vector<int64_t>& bytes, int skipped,
                 int steps);
 
-  /// What is to record the step of training that begins, the `number`-th; nullptr for none.
+  /// The recorder of the step of training that begins, the `number`-th; nullptr for none.
   pipeline::TimelineRecorder* begin_step(int64_t number);
 
   /// Whether the last step to be recorded has begun.

@@ -24,7 +24,7 @@ class StepValue {
   double get() const;
   void set(double value);
 
-  /// What to compute with: inside a step function its input, elsewhere `value`. Throws
+  /// The tensor to compute with: inside a step function its input, elsewhere `value`. Throws
   /// `UsageError` inside a step that began without it.
   at::Tensor tensor() const;
 

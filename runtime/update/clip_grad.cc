@@ -26,7 +26,7 @@
 namespace smp::runtime {
 namespace {
 
-/// The listed parameters, each once, and what this rank has of their gradients.
+/// The listed parameters, each once, and this rank's parts of their gradients.
 class Gradients {
  public:
   Gradients(std::string call, const std::vector<at::Tensor>& parameters)
@@ -89,14 +89,14 @@ class Gradients {
     return {listed.entry, std::move(own), dtype, exists};
   }
 
-  /// As many as there are parameters and buffers, so that ranks that were given lists of other
-  /// lengths find that out.
+  /// Norms padded to the number of parameters and buffers, so that ranks that were given lists of
+  /// other lengths find that out.
   std::vector<GradientNorm> padded(std::vector<GradientNorm> norms) const {
     norms.resize(runtime_.table().entries().size());
     return norms;
   }
 
-  /// Of the list and the numbers that the function was given.
+  /// The fingerprint of the list and the numbers that the function was given.
   uint64_t fingerprint(const std::vector<double>& numbers) const {
     std::vector<size_t> entries;
     const auto* first = runtime_.table().entries().data();

@@ -7,7 +7,7 @@
 
 namespace smp::runtime {
 
-/// As `smp::grad_norm`, `smp::clip_grad_norm_` and `smp::clip_grad_value_`.
+/// See `smp::grad_norm`, `smp::clip_grad_norm_` and `smp::clip_grad_value_`.
 at::Tensor grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2);
 double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                        double norm_type = 2, bool error_if_nonfinite = false);

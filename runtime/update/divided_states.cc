@@ -14,8 +14,8 @@
 namespace smp::runtime {
 namespace {
 
-/// What ranks must have alike: fields, types and numbers of each divided parameter's state, a
-/// parameter a line.
+/// The properties that ranks must have alike: fields, types and numbers of each divided parameter's
+/// state, a parameter a line.
 std::string describe(const Runtime& runtime, const OptimizerState& state) {
   std::string text;
   for (const auto* entry : runtime.table().divided()) {
@@ -40,7 +40,7 @@ void check_alike(const Runtime& runtime, const OptimizerState& state) {
       a, ", tp rank ", other, " has ", b, ". Call optimizer.step() on all ranks alike");
 }
 
-/// Leaves what is not divided to the first rank of the group.
+/// Leaves undivided parameters to the first rank of the group.
 void keep_divided(const Runtime& runtime, OptimizerState& state) {
   std::map<std::string, OptimizerState::Param> divided;
   for (const auto* entry : runtime.table().divided()) {

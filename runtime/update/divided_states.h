@@ -9,8 +9,7 @@ namespace smp::runtime {
 /// Which ranks of a tensor-parallel group get the states of whole parameters. Internal.
 enum class JoinOn {
   kAll,  ///< each has them all
-  kOne,  ///< each parameter's is on one rank, so that none needs the memory for all; what is not
-         ///< divided, and the names in the groups, on the first
+  kOne,  ///< for all; undivided ones, and the names in the groups, are on the first
 };
 
 /// Puts the states of this rank's parts of parameters, by name, together with those of the other
@@ -19,8 +18,8 @@ enum class JoinOn {
 /// states. Internal.
 void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn on);
 
-/// Cuts states of whole parameters, by name, to those of this rank's parts; what has the sizes of a
-/// part stays. Internal.
+/// Cuts states of whole parameters, by name, to those of this rank's parts; fields of the sizes of
+/// a part stay. Internal.
 void cut_states_to_parts(const Runtime& runtime, OptimizerState& state);
 
 }  // namespace smp::runtime

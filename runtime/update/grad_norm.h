@@ -17,16 +17,16 @@ namespace smp::runtime {
 
 /// The norm of one parameter's gradient.
 struct GradientNorm {
-  /// What optim::gradient_norm gives, undefined where there is no gradient or another rank has the
-  /// norm. Several ranks may have the same. With a `norm_type` of infinity it may be that of a part
-  /// of the gradient, of which other ranks have the others.
+  /// The result of optim::gradient_norm, undefined where there is no gradient or another rank has
+  /// the norm. Several ranks may have the same. With a `norm_type` of infinity it may be that of a
+  /// part of the gradient, of which other ranks have the others.
   at::Tensor norm;
-  /// Of `norm`, on all ranks alike.
+  /// Type of `norm`, on all ranks alike.
   at::ScalarType dtype = at::kFloat;
 };
 
 /// Numbers of which each rank has some, the others undefined: all that some rank has, on every
-/// rank. Of several the largest. One all-reduce.
+/// rank. The largest of several counts. One all-reduce.
 std::vector<std::optional<double>> share_norms(const std::vector<at::Tensor>& norms,
                                                comm::Communicator& group);
 
@@ -35,16 +35,16 @@ std::vector<std::optional<double>> share_norms(const std::vector<at::Tensor>& no
 /// the same order on all ranks of `group`. One all-reduce of as many numbers, and no other
 /// communication.
 ///
-/// Throws `UsageError` on all ranks where `fingerprint` (up to 2^53), which says what each rank was
-/// asked for, differs; `call` is what that calls the function.
+/// Throws `UsageError` on all ranks where `fingerprint` (up to 2^53), which tells each rank's
+/// arguments, differs; `call` is the function's name in it.
 at::Tensor total_norm(const std::vector<GradientNorm>& norms, double norm_type,
                       comm::Communicator& group, uint64_t fingerprint = 0,
                       const std::string& call = "the norm of gradients");
 
-/// Norms of order `norm_type` of what lies on ranks as parameters do, by index of `held`. For the
-/// order of a sum to be that of one process, each tensor is put together on one of the ranks that
-/// have some of it, which has its norm then; the others' are undefined. With infinity every rank
-/// has the norm of what it holds, and nothing is sent. Otherwise as `for_each_whole`.
+/// Norms of order `norm_type` of tensors that lie on ranks as parameters do, by index of `held`.
+/// For the order of a sum to be that of one process, each tensor is put together on one of the
+/// ranks that have some of it, which has its norm then; the others' are undefined. With infinity
+/// every rank has the norm of its own tensors, and nothing is sent. Otherwise as `for_each_whole`.
 std::vector<at::Tensor> norms_of_wholes(const Runtime& runtime, const std::vector<Held>& held,
                                         double norm_type);
 

@@ -14,7 +14,7 @@ namespace smp::runtime {
 namespace {
 
 constexpr size_t kParameters = 16;
-constexpr int64_t kElements = 4;  // of each
+constexpr int64_t kElements = 4;  // elements probed of each
 
 bool can_look(const at::Tensor& gradient) {
   return gradient.defined() && gradient.is_floating_point() && !gradient.is_meta() &&
@@ -35,7 +35,7 @@ void append_floats(const at::Tensor& gradient, std::vector<double>& elements) {
   for (int64_t i = 0; i < count; ++i) elements.push_back(floats[i * distance]);
 }
 
-/// Of other types, or on a device: nobody waits for it.
+/// Copies elements of other types, or of a device, without a wait.
 at::Tensor elements_of(const at::Tensor& gradient) {
   const auto [count, distance] = chosen_from(gradient);
   return gradient.detach().as_strided({count}, {distance}).to(at::kDouble);

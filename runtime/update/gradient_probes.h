@@ -9,8 +9,8 @@
 namespace smp::runtime {
 
 /// A few elements of some gradients, which tell whether all of them were multiplied by one number
-/// since they were looked at. Versions of tensors do not: what is written through `data()` has
-/// another counter. Internal.
+/// since they were looked at. Versions of tensors do not: writes through `data()` have another
+/// counter. Internal.
 class GradientProbes {
  public:
   /// Takes note of the gradients that `parameters` have now; those without one are passed over.
@@ -20,7 +20,7 @@ class GradientProbes {
   /// are gone, not finite, or all zero.
   std::optional<double> factor() const;
 
-  /// By how much, relatively, a factor may be off.
+  /// The relative error that a factor may have.
   double tolerance() const { return tolerance_; }
 
  private:

@@ -29,14 +29,14 @@ class LossScaler {
   /// The tensors times the scale, inside a step function: in float32 where `to_float`.
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& tensors, bool to_float) const;
 
-  /// What follows from a step that overflowed, or did not.
+  /// Adapts the scale after a step that overflowed, or did not.
   void update(bool overflow);
 
   /// The options and where the scale stands, and back. Throws `CheckpointError` for JSON of another
   /// form, and then nothing has changed.
   nlohmann::json state_dict() const;
   void load_state_dict(const nlohmann::json& state);
-  /// Throws what `load_state_dict` would throw.
+  /// Throws the errors of `load_state_dict`.
   static void check_state_dict(const nlohmann::json& state);
 
  private:

@@ -35,14 +35,14 @@ class LossScaling {
 
   /// Whether the last gradients that were looked at were not finite.
   bool overflow() const { return overflow_; }
-  /// By what the loss is multiplied.
+  /// The factor of the loss.
   double loss_scale() const { return scaler_ ? scaler_->loss_scale() : 1; }
 
-  /// Where a dynamic scale stands; what was loaded, where there is none yet; else empty.
+  /// Where a dynamic scale stands; the loaded state, where there is none yet; else empty.
   nlohmann::json state() const;
   /// The inverse. Without a dynamic scale the state waits for `start`, until gradients are used.
   void load_state(const nlohmann::json& state);
-  /// Throws `CheckpointError` for what `load_state` cannot take.
+  /// Throws `CheckpointError` for a state that `load_state` cannot take.
   static void check_state(const nlohmann::json& state) {
     if (!state.empty()) LossScaler::check_state_dict(state);
   }

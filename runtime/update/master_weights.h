@@ -10,9 +10,9 @@
 
 namespace smp::runtime {
 
-/// Copies in float32 of parameters, or pieces of them, in half precision: what an optimizer updates
-/// in their place, so that updates smaller than a half-precision number's last digit add up
-/// (Micikevicius et al., "Mixed Precision Training", 2018). Internal.
+/// Copies in float32 of parameters, or pieces of them, in half precision: an optimizer updates them
+/// in place of the parameters, so that updates smaller than a half-precision number's last digit
+/// add up (Micikevicius et al., "Mixed Precision Training", 2018). Internal.
 class MasterWeights {
  public:
   /// Whether a tensor, or those of a type, need masters: they are of float16 or bfloat16.

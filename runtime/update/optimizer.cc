@@ -95,8 +95,7 @@ at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClos
   give_grad_norm(optimizer_);
   const WholeNorms norms(optimizer_, pieces_);
   const auto update_all = [&](const LossClosure& inner) {
-    const bool done = !inner && optim::foreach_step(optimizer_, type_, graph::is_absent,
-                                                    runtime_->config().numerics() == "fast");
+    const bool done = !inner && optim::foreach_step(optimizer_, type_, graph::is_absent);
     return done ? at::Tensor() : update(inner);
   };
   at::Tensor loss = pieces_.step(update_all, closure);

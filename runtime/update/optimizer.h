@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <typeinfo>
 #include <vector>
@@ -20,9 +21,9 @@
 
 namespace smp::runtime {
 
-/// What `DistributedOptimizer` adds to an optimizer: checks, the division of its work among
-/// replicas, and a state keyed by parameter name that moves between layouts. What users call is
-/// documented in `smp::OptimizerCore`.
+/// The additions of `DistributedOptimizer` to an optimizer: checks, the division of its work among
+/// replicas, and a state keyed by parameter name that moves between layouts. The methods that users
+/// call are documented in `smp::OptimizerCore`.
 class Optimizer : public std::enable_shared_from_this<Optimizer> {
  public:
   using LossClosure = OptimizerPieces::LossClosure;
@@ -30,8 +31,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   using Read = std::function<std::map<std::string, OptimizerState::Param>(
       const std::function<bool(const std::string&)>& wanted)>;
 
-  /// Gives what makes the state of an optimizer's parameters; throws `UsageError` where that is not
-  /// known.
+  /// Gives the factory of the state of an optimizer's parameters; throws `UsageError` where that is
+  /// not known.
   using StateFactory = optim::detail::ParamStateFactory (*)(const torch::optim::Optimizer&);
 
   /// `optimizer` must outlive this. Throws `UsageError` for one that cannot update parts of
@@ -48,10 +49,10 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   OptimizerState local_state_dict(bool gather_if_shard);
   void load_state_dict(const OptimizerState& state);
 
-  /// The state of the parameters this rank owns, by name; of all of them before partitioning. Of
-  /// what a tensor-parallel group divides, that of this rank's part. With `shard_optimizer_state`,
-  /// every replica has that of some of them, and it is collective over the replicas. Tensors may be
-  /// the optimizer's own, which the next step changes.
+  /// The state of the parameters this rank owns, by name; of all of them before partitioning. For
+  /// divided parameters, that of this rank's part. With `shard_optimizer_state`, every replica has
+  /// that of some of them, and it is collective over the replicas. Tensors may be the optimizer's
+  /// own, which the next step changes.
   OptimizerState local_state();
 
   /// Throws `CheckpointError` unless `load` can take the state of checkpoint `path`, of whose
@@ -59,14 +60,17 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   /// other groups; in any case if a parameter has another shape or its state other fields.
   void check_loadable(const OptimizerState& saved, const std::string& path, bool strict) const;
 
-  /// Restores a saved optimizer: options such as the learning rate now, the state of parameters
-  /// now or, before partitioning, when the first step has settled who owns what: only owners of a
-  /// parameter, or of a piece of it, need its state. Until then `read` stands for it.
+  /// Restores a saved optimizer: options such as the learning rate now, the state of parameters now
+  /// or, before partitioning, when the first step has settled owners: only owners of a parameter,
+  /// or of a piece of it, need its state. Until then `read` stands for it.
   void load(const std::vector<OptimizerState::Group>& groups, Read read);
 
-  /// What this rank's part of the next update would read; see `OptimizerPieces`.
+  /// The names of its parameters, on any rank.
+  std::set<std::string> parameters() const;
+
+  /// The gradients that this rank's part of the next update would read; see `OptimizerPieces`.
   std::vector<at::Tensor> gradients() { return pieces_.gradients(); }
-  /// Gives what it would go on from for a parameter; as `OptimizerPieces::updated`.
+  /// Gives the tensor from which it would go on for a parameter; as `OptimizerPieces::updated`.
   at::Tensor updated(const at::Tensor& parameter) const { return pieces_.updated(parameter); }
   LossScaling& loss_scaling() { return loss_scaling_; }
   double clip_master_grads(double max_norm, double norm_type);
@@ -99,10 +103,10 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces pieces_;
   LossScaling loss_scaling_;
-  const std::type_info& type_;  // whose step it does
+  const std::type_info& type_;  // type of the optimizer whose step it does
   StateFactory state_factory_;
   std::optional<Waiting> waiting_;
-  // What the watch had counted at the last step, and whether gradients were dropped since.
+  // The watch's counts at the last step, and whether gradients were dropped since.
   int64_t trainings_ = 0, evaluations_ = 0;
   bool dropped_ = false;
   bool warned_ = false;

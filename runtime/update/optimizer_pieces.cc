@@ -51,7 +51,7 @@ optim::ParameterNames parameter_names(const Runtime& runtime) {
 class OptimizerPieces::StandIn {
  public:
   enum class Masters { kUse, kLeave };
-  /// What becomes of parameters of which this replica has no piece.
+  /// The treatment of parameters of which this replica has no piece.
   enum class Absent { kLeaveOut, kKeep };
 
   explicit StandIn(const OptimizerPieces& pieces, Masters masters = Masters::kUse,
@@ -90,7 +90,7 @@ class OptimizerPieces::StandIn {
   }
 
   torch::optim::Optimizer& optimizer_;
-  std::vector<std::vector<at::Tensor>> parameters_;  // by group
+  std::vector<std::vector<at::Tensor>> parameters_;  // parameters by group
   std::vector<at::Tensor> lent_;                     // masters that have a gradient
 };
 
@@ -107,7 +107,7 @@ const OptimizerPieces::Slice* OptimizerPieces::slice_of(const at::Tensor& parame
   return entry != nullptr && entry->slice ? &*entry->slice : nullptr;
 }
 
-/// Of the parameters in the groups.
+/// Runs `body` on the parameters in the groups.
 void OptimizerPieces::for_each(const std::function<void(const at::Tensor&)>& body) const {
   for (const auto& group : optimizer_.param_groups()) {
     for (const at::Tensor& parameter : group.params()) body(parameter);
@@ -121,8 +121,8 @@ void OptimizerPieces::for_each_divided(
   });
 }
 
-/// What holds the values that this replica updates: the parameter or its piece, which is undefined
-/// where there is nothing.
+/// The tensor with the values that this replica updates: the parameter or its piece, which is
+/// undefined where there is nothing.
 at::Tensor OptimizerPieces::target_of(const at::Tensor& parameter) const {
   const Slice* slice = slice_of(parameter);
   return slice != nullptr ? slice->piece() : parameter;
@@ -159,7 +159,7 @@ at::Tensor OptimizerPieces::updated(const at::Tensor& parameter) const {
   return master.defined() ? master : target;
 }
 
-/// Of parameters and of pieces and masters, which have their parameter's.
+/// Names of parameters, and of pieces and masters, which have their parameter's.
 optim::ParameterNames OptimizerPieces::names() const {
   optim::ParameterNames names = parameter_names(runtime_);
   for (const auto& slices : slices_) {
@@ -177,7 +177,7 @@ optim::ParameterNames OptimizerPieces::names() const {
   return names;
 }
 
-/// To the parameters' memory, with the gradients that the program has not dropped.
+/// Binds pieces to the parameters' memory, with the gradients that the program has not dropped.
 void OptimizerPieces::bind_pieces() {
   find_slices();
   for (const auto& slices : slices_) slices->bind();
@@ -232,7 +232,7 @@ std::vector<double> OptimizerPieces::norms_of(const std::vector<optim::TensorOfP
   return result;
 }
 
-/// Of what has a gradient; those that there are become reconciled.
+/// Makes masters of values that have a gradient; existing ones are reconciled.
 void OptimizerPieces::make_masters() {
   if (!has_masters_) return;
   at::NoGradGuard no_grad;
@@ -288,13 +288,13 @@ void OptimizerPieces::reload_masters() {
   masters_.reload();
 }
 
-/// With sharded data parallelism: `sdp_gradient_clipping`.
+/// Clips by `sdp_gradient_clipping`, with sharded data parallelism.
 void OptimizerPieces::clip() const {
   if (runtime_.sharding() == nullptr) return;
   clip_grad_norm_(optim::parameters_of(optimizer_), runtime_.config().sdp_gradient_clipping());
 }
 
-/// What masters were updated to is rounded.
+/// Rounds the updated masters to the parameters.
 void OptimizerPieces::write_back() {
   const at::NoGradGuard no_grad;
   core::TensorUpdates updates;
@@ -343,8 +343,8 @@ void OptimizerPieces::divide_states() {
   set_state_(state, names());
 }
 
-/// States that the optimizer has for parameters become those of what stands in for them: Adagrad
-/// makes them in its constructor, and a checkpoint may have a state without a master. With
+/// States that the optimizer has for parameters become those of the tensors that stand in for them:
+/// Adagrad makes them in its constructor, and a checkpoint may have a state without a master. With
 /// `before_masters` those of parameters that will have masters get their type.
 void OptimizerPieces::adopt_states(bool before_masters) {
   divide_states();

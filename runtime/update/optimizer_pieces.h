@@ -27,10 +27,11 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
 /// The names of all parameters.
 optim::ParameterNames parameter_names(const Runtime& runtime);
 
-/// Makes an optimizer update this replica's pieces of parameters (`Model::slices`) instead of
-/// the parameters, and with `fp16` or `bf16` the master weights of either. Its param groups hold
-/// the parameters as ever: pieces and masters stand in for them only while it works, so that it has
-/// state for these. What is not divided, and of full precision, stays as it is. Internal.
+/// Makes an optimizer update this replica's pieces of parameters (`Model::slices`) instead of the
+/// parameters, and with `fp16` or `bf16` the master weights of either. Its param groups hold the
+/// parameters as ever: pieces and masters stand in for them only while it works, so that it has
+/// state for these. Parameters that are not divided, and of full precision, stay as they are.
+/// Internal.
 ///
 /// Master weights go through checkpoints as a tensor of the parameter's state,
 /// `checkpoint::kMasterField`.
@@ -44,39 +45,40 @@ class OptimizerPieces {
   OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime, SetState set_state);
 
   /// Calls `update`, the optimizer's step, on the pieces and masters, rounds masters into the
-  /// parameters and gives what changed to all replicas. The closure sees the parameters. Collective
+  /// parameters and gives the changes to all replicas. The closure sees the parameters. Collective
   /// over the replicas.
   at::Tensor step(const Update& update, const LossClosure& closure);
-  /// As the optimizer's own.
+  /// Does the same as the optimizer's own.
   void zero_grad(bool set_to_none);
 
-  /// While `step` calls `update`: norms of wholes, given what the optimizer has of them; as
+  /// While `step` calls `update`: norms of wholes, given the optimizer's parts of them; as
   /// `optim::TensorNorms`. Collective over the ranks that have parameters together.
   std::vector<double> norms_of(const std::vector<optim::TensorOfParameter>& tensors,
                                double norm_type) const;
 
-  /// What the next update would read: the defined gradients of this rank, of what is divided those
-  /// of this replica's pieces.
+  /// The gradients that the next update would read: the defined gradients of this rank, of divided
+  /// parameters those of this replica's pieces.
   std::vector<at::Tensor> gradients();
-  /// Gives what the optimizer would go on from for a parameter: that, its piece, or the values that
-  /// the master of either has in the next step; undefined where this replica has no piece of it.
+  /// Gives the tensor from which the optimizer would go on for a parameter: that, its piece, or the
+  /// values that the master of either has in the next step; undefined where this replica has no
+  /// piece of it.
   at::Tensor updated(const at::Tensor& parameter) const;
   /// Gives master weights the values that the parameters have now.
   void reload_masters();
 
   /// The states of whole parameters, put together from the pieces of all replicas: of some buckets'
   /// parameters on each, so that none needs the memory for all. The first replica has the states of
-  /// what is not divided, too, and the names in the groups. Collective over the replicas.
+  /// undivided parameters, too, and the names in the groups. Collective over the replicas.
   OptimizerState gather_state();
   /// The states of this replica's pieces, under the names of `piece_name`, and of all parameters
   /// that are not divided. Tensors of both may be the optimizer's own.
   OptimizerState local_state();
-  /// What `local_state` calls this replica's part of a parameter: its name where it is not divided,
-  /// nothing where this replica has no piece of it.
+  /// The name of this replica's part of a parameter in `local_state`: its name where it is not
+  /// divided, nothing where this replica has no piece of it.
   std::string name_of_part(const std::string& parameter) const;
   /// Replaces the state by the pieces of that of whole parameters, which fits the values that
-  /// parameters had after `parameter_loads` (see `Runtime`); what has the name of a piece is one
-  /// already. Masters that are not in it begin with the parameters' values.
+  /// parameters had after `parameter_loads` (see `Runtime`); an entry with the name of a piece is
+  /// one already. Masters that are not in it begin with the parameters' values.
   void set_state(OptimizerState whole, int64_t parameter_loads);
   /// Tells by a parameter's name whether this replica has a piece of it, or all.
   std::function<bool(const std::string&)> has_part();
@@ -84,11 +86,11 @@ class OptimizerPieces {
  private:
   using Slice = ParameterTable::Slice;
   class StandIn;
-  /// What some rank is about to update.
+  /// The parameters that some rank is about to update.
   struct Updated {
     const ParameterTable::Entry* entry;
     at::Tensor stand_in;   // undefined where this rank has nothing of it
-    at::ScalarType dtype;  // of stand-ins
+    at::ScalarType dtype;  // type of stand-ins
   };
 
   void find_slices() { slices_ = slices_of(runtime_); }
@@ -116,7 +118,7 @@ class OptimizerPieces {
   torch::optim::Optimizer& optimizer_;
   const Runtime& runtime_;
   SetState set_state_;
-  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;  // by model that has them
+  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;  // slices by model that has them
   bool has_masters_;
   MasterWeights masters_;
   std::vector<Updated> updated_;  // in the order of the groups

@@ -64,7 +64,7 @@ OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
   std::map<std::string, at::Tensor> tensors;
   std::vector<WorkPtr> works;
   for (size_t r = 0; r < parts.size(); ++r) {
-    std::set<std::string> added;  // what several ranks have is the first one's
+    std::set<std::string> added;  // several ranks' values: the first counts
     for (const auto& [name, state] : parts[r][kState].items()) {
       if (merged[kState].contains(name)) continue;
       merged[kState][name] = state;
@@ -186,6 +186,13 @@ struct Optimizer::Groups {
   }
 };
 
+std::set<std::string> Optimizer::parameters() const {
+  std::set<std::string> names;
+  for_each_named(optimizer_, *runtime_,
+                 [&](size_t, const std::string& name, const at::Tensor&) { names.insert(name); });
+  return names;
+}
+
 Optimizer::Groups Optimizer::compare_groups(const std::vector<OptimizerState::Group>& saved) const {
   Groups groups;
   for_each_named(optimizer_, *runtime_, [&](size_t i, const std::string& name, const at::Tensor&) {
@@ -244,7 +251,7 @@ void Optimizer::check_loadable(const OptimizerState& saved, const std::string& p
                      state_factory_(optimizer_));
 }
 
-/// What can be said before the parameters are divided.
+/// Checks the parts that are known before the parameters are divided.
 void Optimizer::check_fits(const OptimizerState& state) const {
   const Groups groups = compare_groups(state.groups);
   const std::string problems =

@@ -20,7 +20,7 @@ using dp::ParameterSlices;
 using nlohmann::json;
 
 constexpr const char* kScalars = "scalars";
-constexpr const char* kDtypes = "dtypes";  // of the tensors, by field
+constexpr const char* kDtypes = "dtypes";  // dtypes of the tensors, by field
 
 /// Everything of a piece's state but the elements, which is the same for all pieces of a parameter.
 json describe(const std::string& name, const OptimizerState::Param& piece) {

@@ -20,9 +20,9 @@ std::string whole_name(const std::string& name);
 void name_pieces(const dp::ParameterSlices& slices, OptimizerState& state);
 
 /// Cuts the states of whole parameters, by name, to those of this replica's pieces: fields with the
-/// parameter's sizes become the piece's elements, others stay. What is there under the name of a
-/// piece takes its parameter's name. Those of parameters of which it has
-/// nothing are left out. Throws `CheckpointError` where a parameter has another shape.
+/// parameter's sizes become the piece's elements, others stay. An entry under the name of a piece
+/// takes its parameter's name. Those of parameters of which it has nothing are left out. Throws
+/// `CheckpointError` where a parameter has another shape.
 void cut_states(const dp::ParameterSlices& slices, OptimizerState& state);
 
 /// Puts the states of whole parameters together from those of the replicas' pieces, and adds them

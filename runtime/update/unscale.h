@@ -9,7 +9,8 @@
 
 namespace smp::runtime {
 
-/// Of all ranks of a group: whether some gradient is not finite, and whether there is any gradient.
+/// The findings of all ranks of a group: whether some gradient is not finite, and whether there is
+/// any gradient.
 struct GradientCheck {
   bool found_inf = false;
   bool any = false;

@@ -74,7 +74,7 @@ void UpdateWatch::look() {
   if (has_others()) probes_.look(own_gradients());
 }
 
-/// Takes note of what was done to the gradients since `look`.
+/// Takes note of the changes of gradients since `look`.
 void UpdateWatch::settle() {
   if (!has_others()) return;
   const std::optional<double> factor = probes_.factor();
@@ -108,12 +108,12 @@ void UpdateWatch::compare(const std::vector<std::string>& notes, const std::stri
     for (size_t b = a + 1; b < all.size(); ++b) {
       if (!all[a].differs(all[b])) continue;
       if (other == 0) first = a, other = b;
-      // To the same norm by different factors: each by its own.
+      // Ranks clipped to the same norm by different factors: each by its own.
       clipped = clipped || same(all[a].norm, all[b].norm, kSameNorm);
     }
   }
   if (other == 0) return;
-  // A program may scale what is all of one rank's by a number of its own; clipping takes another
+  // A program may scale all of one rank's gradients by a number of its own; clipping takes another
   // one every time.
   bool varies = false;
   for (size_t r = 0; r < differed_.size(); ++r) varies = varies || all[r].differs(differed_[r]);
@@ -161,7 +161,7 @@ void UpdateWatch::warn_of_unread(const std::string& step_name, const graph::Grap
       const std::string& name = runtime_.table().at(parameter).name;
       if (read.count(name) == 0) unread.push_back("\"" + name + "\"");
     }
-    // Of a model that takes no part another step function trains.
+    // Parameters of a model that takes no part are trained by another step function.
     if (unread.empty() || unread.size() == parameters.size()) continue;
     core::log_warning(c10::str(
         "no operator of step function \"", step_name, "\" reads ", listed(unread),

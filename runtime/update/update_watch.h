@@ -16,23 +16,22 @@ namespace smp::runtime {
 
 class Runtime;
 
-/// Watches what a program does around its steps, which no rank can tell to be wrong by itself:
-/// whether the ranks that have one model together scale their gradients alike, whether steps train
-/// before the optimizer steps, and whether it is the optimizer that can. Belongs to the rank's
-/// thread. Internal.
+/// Watches for mistakes around a program's steps that no rank can find by itself: whether the ranks
+/// that have one model together scale their gradients alike, whether steps train before the
+/// optimizer steps, and whether the optimizer that steps is one that can update this rank's parts.
+/// Belongs to the rank's thread. Internal.
 ///
-/// Costs no message: what ranks have to tell each other travels with what they say to each other
-/// when a step begins. So gradients that were scaled wrongly are found when the next step begins,
-/// or at the next save.
+/// Costs no message: notes between ranks travel with their messages at the beginning of a step. So
+/// gradients that were scaled wrongly are found when the next step begins, or at the next save.
 class UpdateWatch {
  public:
   /// `runtime` must outlive this.
   explicit UpdateWatch(const Runtime& runtime) : runtime_(runtime) {}
 
-  /// A step begins. Returns what the other ranks of the model must know.
+  /// A step begins. Returns a note for the other ranks of the model.
   std::string before_step();
-  /// With what all these ranks returned. Throws a `UsageError` on all of them where they cannot
-  /// have scaled their gradients by one norm over all. `kind` is what errors call the ranks: "pp
+  /// Compares the notes of all these ranks. Throws a `UsageError` on all of them where they cannot
+  /// have scaled their gradients by one norm over all. `kind` is the ranks' name in errors: "pp
   /// rank".
   void compare(const std::vector<std::string>& notes, const std::string& kind);
   /// Both for calls that are no steps. Collective over the ranks of the model.
@@ -65,13 +64,13 @@ class UpdateWatch {
   int64_t trainings() const { return trainings_; }
   int64_t evaluations() const { return evaluations_; }
   int64_t updates() const { return updates_; }
-  /// As many as another replica has made, whose model this one has taken.
+  /// Sets the count of another replica, whose model this one has taken.
   void set_updates(int64_t count) { updates_ = count; }
   /// The step function that was called last without `backward`.
   const std::string& last_evaluation() const { return last_evaluation_; }
 
-  /// What the library itself does to gradients until the end of the block is not the program's
-  /// doing. Also without `init`.
+  /// Marks the library's own changes of gradients until the end of the block: they are not the
+  /// program's doing. Also without `init`.
   class OwnScaling {
    public:
     OwnScaling();
@@ -86,7 +85,8 @@ class UpdateWatch {
  private:
   static constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 
-  /// By what a rank has multiplied its gradients since the last comparison, and their norm then.
+  /// The factor by which a rank has multiplied its gradients since the last comparison, and their
+  /// norm then.
   struct Scaling {
     double factor = kUnknown;
     double norm = kUnknown;
@@ -106,7 +106,7 @@ class UpdateWatch {
   const Runtime& runtime_;
   GradientProbes probes_;
   Scaling scaling_;
-  std::vector<Scaling> differed_;  // of all ranks, when they last did
+  std::vector<Scaling> differed_;  // scalings of all ranks, when they last differed
   int64_t trainings_ = 0, evaluations_ = 0, updates_ = 0;
   std::string last_evaluation_;
   bool warned_of_optimizer_ = false;

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Adopts the library as a CMake project does, from nothing: builds and installs it, then builds
-# examples/cmake outside of the tree and compares what it trains with what Bazel's hello trains.
+# examples/cmake outside of the tree and compares its training with that of Bazel's hello.
 #
 #     tests/cmake/adopt.sh --libtorch DIR --hello PROGRAM [--quick --smprun PROGRAM]
 #
-# DIR holds libtorch's include and lib; the programs are Bazel's. With --quick, as a test of Bazel's,
-# the commands that README.md and docs/installing.md print are typed as they stand (printed.sh), CMake
-# links the objects that Bazel has compiled, and only the install tree is looked at, and what is
-# refused; otherwise CMake compiles, and symbols are looked at, FetchContent, pkg-config, GCC
-# and clang with C++17 and C++20 and warnings as errors, a build without MPI, and a wheel, which needs
-# the network. CMAKE_BUILD_PARALLEL_LEVEL says how many compilers run at once.
+# DIR holds libtorch's include and lib; the programs are Bazel's. With --quick, as a test of
+# Bazel's, the commands that README.md, docs/installing.md and docs/tutorial.md print are typed as
+# they stand (printed.sh), CMake links the objects that Bazel has compiled, and only the install tree
+# is looked at, and refusals; otherwise CMake compiles, and symbols are looked at,
+# FetchContent, pkg-config, GCC and clang with C++17 and C++20 and warnings as errors, a build without
+# MPI, and a wheel, which needs the network. CMAKE_BUILD_PARALLEL_LEVEL says how many compilers run at
+# once.
 set -uo pipefail
 source=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 quick=false
@@ -60,7 +61,7 @@ build() {
   cmake -S "$1" -B "$2" "${@:3}" && cmake --build "$2"
 }
 
-# sources_of OBJECT...: the folder at the top and the name of what each was compiled from.
+# sources_of OBJECT...: the folder at the top and the name of the source of each.
 sources_of() { sed -E 's|.*smp_objects\.dir/||; s|/.*/|/|; s/(\.pic|\.cc)\.o$//' | sort; }
 
 # link_objects FOLDER: links Bazel's objects by the command with which CMake would link its own in the
@@ -126,43 +127,65 @@ same_as_bazel() {
   done
 }
 
-# exports_only_smp LIBRARY: nothing but smp's own names can be linked against, and none of what it
-# is made of.
+# same_files FILE...: all have the contents of the first.
+same_files() {
+  local file
+  for file in "${@:2}"; do cmp "$1" "$file" || return 1; done
+}
+
+# exports_only_smp LIBRARY: nothing but smp's own names can be linked against, and none of the names
+# of its parts.
 exports_only_smp() {
   local names
   names=$(nm -DC --defined-only "$1" | cut -d' ' -f3-) || return 1
   printf 'exported: %d\n' "$(wc -l <<<"$names")"
-  ! grep -vE '^((typeinfo|typeinfo name|vtable) for )?smp::' <<<"$names" | grep -v ' std::forward<' &&
+  ! grep -vE '^(((typeinfo|typeinfo name|vtable) for )?smp::|smp_[a-z_]+$)' <<<"$names" | grep -v ' std::forward<' &&
     ! grep -E '^(.* for )?smp::(core|comm|graph|partitioner|pipeline|dp|checkpoint|runtime|tools)::' <<<"$names" &&
     ! grep -E 'nlohmann|fmt::|XXH' <<<"$names" && grep -q '^smp::init(' <<<"$names"
 }
 
-# another_libtorch FOLDER VERSION: what looks like libtorch of another version.
+# another_libtorch FOLDER VERSION: headers that look like libtorch of another version.
 another_libtorch() {
   mkdir -p "$1/share/cmake/Torch"
   touch "$1/share/cmake/Torch/TorchConfig.cmake"
   echo "set(PACKAGE_VERSION \"$2\")" >"$1/share/cmake/Torch/TorchConfigVersion.cmake"
 }
 
-# catches: a program outside of the library knows the type of what the library throws.
-catches() {
-  cat >"$work/catch.cc" <<'CC'
+# small_project FOLDER: a project like examples/cmake, whose program needs little of libtorch, so that it
+# compiles quickly. It succeeds if it knows the type of the library's exceptions.
+small_project() {
+  cp -r "$source/examples/cmake" "$1"
+  cat >"$1/train.cc" <<'CC'
 #include <smp/error.h>
 #include <smp/init.h>
 int main() {
   try {
-    smp::init(smp::Config().microbatches(0));
-  } catch (const smp::ConfigError&) {
+    smp::device();
+  } catch (const smp::UsageError&) {  // smp::init was not called
     return 0;
   }
   return 1;
 }
 CC
-  PKG_CONFIG_PATH=$prefix/lib/pkgconfig bash -c \
-    "clang++ $work/catch.cc -o $work/catch \$(pkg-config --cflags --libs smp)" && "$work/catch"
 }
 
-# headers_with MINOR...: the installed headers compile with what looks like libtorch 2.MINOR.
+# by_pkg_config FOLDER: builds its program as docs/installing.md says, by clang.
+by_pkg_config() {
+  PKG_CONFIG_PATH=$prefix/lib/pkgconfig bash -c \
+    "clang++ $1/train.cc -o $1/train \$(pkg-config --cflags --libs smp)"
+}
+
+# calls_from_c: a program in C is compiled and linked with the library alone.
+calls_from_c() {
+  cat >"$work/call.c" <<'C'
+#include <smp/c.h>
+int main(void) { return smp_c_version() != SMP_C_VERSION; }
+C
+  clang -std=c99 -Wall -Wextra -Wpedantic -Werror "$work/call.c" -o "$work/call" -I "$prefix/include" \
+    -L "$prefix/lib" -lsmp -Wl,-rpath,"$prefix/lib" && "$work/call"
+}
+
+# headers_with MINOR...: the installed headers compile with headers that look like libtorch 2.MINOR.
 headers_with() {
   local minor folder
   for minor in "$@"; do
@@ -176,17 +199,22 @@ headers_with() {
 }
 
 prefix=$work/home/smp
-cp -r "$source/examples/cmake" "$work/project" # as a stranger does
+cp -r "$source/examples/cmake" "$work/project" # like a user
+cp -r "$source/examples/tutorial" "$work/tutorial"
+small_project "$work/small"
 if $quick; then
   be_a_stranger
   check "README.md's commands" type_commands "$source/README.md" "$source" "$source" "$source" \
     "$source" "$source"
-  check "docs/installing.md's" type_commands "$source/docs/installing.md" "$source" "$work/project" \
-    "$work/project" "$source"
+  check "docs/installing.md's" type_commands "$source/docs/installing.md" "$source" "$work/small" \
+    "$work/small" "$source"
+  check "docs/tutorial.md's" type_commands "$source/docs/tutorial.md" "$work/tutorial" "$work/tutorial"
+  check "1, 2 and 4 ranks have the tutorial's losses" same_files \
+    "$work"/tutorial/{alone,two,four}/loss.csv
   check "and no other line is left out" left_out_are_printed
   sed 's/^/      /' "$work/log"
 else
-  # As find_package(Torch) is given it by those who have torch's wheel.
+  # The prefix is that of torch's wheel, as for find_package(Torch).
   check "configure" cmake -S "$source" -B "$work/build" -DCMAKE_BUILD_TYPE=Release \
     -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang -DSMP_WERROR=ON \
     -DCMAKE_PREFIX_PATH="$libtorch/share/cmake" -DCMAKE_INSTALL_PREFIX="$prefix" \
@@ -200,7 +228,11 @@ if ! $quick; then
   check "only smp's own names are exported" exports_only_smp "$prefix/lib/libsmp.so"
   sed 's/^/      /' "$work/log"
 fi
-check "what it throws is caught outside of it" catches
+if ! $quick; then
+  check "build a program by pkg-config and clang" by_pkg_config "$work/small"
+fi
+check "what it throws is caught outside of it" "$work/small/train"
+check "a program in C calls it" calls_from_c
 check "name maps are installed" cmp "$source/examples/huggingface/gpt2.json" \
   "$prefix/share/smp/huggingface/gpt2.json"
 
@@ -233,7 +265,7 @@ check "and so does find_package of an smp for CUDA" refuses \
   "smp: this smp, which was built for CUDA, needs a libtorch for CUDA, and" \
   cmake -S "$work/project" -B "$work/refused_cuda" -DCMAKE_PREFIX_PATH="$work/for_cuda;$work/cpu"
 check "headers take a libtorch that was tested" headers_with 11 14 15
-check "and refuse another" refuses "smp 0.1 was tested with libtorch 2.11, 2.14 and 2.15" headers_with 13
+check "and refuse another" refuses "smp 0.2 was tested with libtorch 2.11, 2.14 and 2.15" headers_with 13
 check "no libtorch is refused" refuses "smp: libtorch was not found" \
   env -u CMAKE_PREFIX_PATH cmake -S "$source" -B "$work/none"
 

@@ -16,11 +16,14 @@ left_out=(
   'smprun --np 4 --config 2x2.json build/train' # that of the wheel
 )
 
-# be_a_stranger: a home with libtorch, and compilers that are those of the test. Tools are not built:
-# they are no part of what Bazel's objects are linked to.
+# be_a_stranger: a home with libtorch, a Python that knows of torch where its CMake files are, and
+# compilers that are those of the test. Tools are not built: they are not among Bazel's linked
+# objects.
 be_a_stranger() {
-  mkdir -p "$work/home"
+  mkdir -p "$work/home/python"
   ln -s "$libtorch" "$work/home/libtorch"
+  printf 'class utils:\n    cmake_prefix_path = "%s/share/cmake"\n' "$libtorch" \
+    >"$work/home/python/torch.py"
   cat >"$work/toolchain.cmake" <<'CMAKE'
 set(CMAKE_C_COMPILER clang)
 set(CMAKE_CXX_COMPILER clang++)
@@ -29,8 +32,7 @@ set(SMP_TOOLS OFF CACHE BOOL "")
 CMAKE
 }
 
-# stand_in COMMAND: what takes the place of a command that is left out, in the folder where it would
-# run.
+# stand_in COMMAND: the stand-in for a command that is left out, in the folder where it would run.
 stand_in() {
   printf 'left out: %s\n' "$1"
   case $1 in
@@ -38,11 +40,9 @@ stand_in() {
       mkdir -p bazel-bin/examples/hello bazel-bin/tools
       ln -s "$hello" bazel-bin/examples/hello/hello && ln -s "$smprun" bazel-bin/tools/smprun_bin
       ;;
-    venv/bin/pip\ *) # its python knows of torch what the next command asks
+    venv/bin/pip\ *)
       mkdir -p venv/bin
-      printf 'class utils:\n    cmake_prefix_path = "%s/share/cmake"\n' "$libtorch" >venv/torch.py
-      printf '#!/bin/sh\nPYTHONPATH=%q exec python3 "$@"\n' "$PWD/venv" >venv/bin/python
-      chmod +x venv/bin/python
+      ln -sf "$(command -v python3)" venv/bin/python
       ;;
     'cmake --build '*)
       link_objects "$PWD/build" && mkdir -p "$HOME/smp/bin" &&
@@ -51,8 +51,8 @@ stand_in() {
   esac
 }
 
-# commands_of PAGE: its commands, a number of the block before each: lines of blocks of sh, and what
-# follows "$ " in others.
+# commands_of PAGE: its commands, a number of the block before each: lines of blocks of sh, and
+# lines behind "$ " in others.
 commands_of() {
   awk '/^```/ { inside = !inside; is_sh = $0 == "```sh"; found = 0; next }
        inside && (is_sh || /^\$ /) {
@@ -82,7 +82,7 @@ type_commands() {
     echo "--- $page, block $block"
     cat "$work/typed.$block"
     (
-      cd "${folders[block - 1]}" && export HOME=$work/home || exit
+      cd "${folders[block - 1]}" && export HOME=$work/home PYTHONPATH=$work/home/python || exit
       export CMAKE_TOOLCHAIN_FILE=$work/toolchain.cmake
       source "$work/typed.$block"
     ) || return 1

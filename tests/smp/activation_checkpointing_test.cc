@@ -55,17 +55,17 @@ struct BlockNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(BlockNet);
 
-/// What some training steps leave behind.
+/// The results of some training steps.
 struct Trained {
-  std::vector<Tensors> losses;   // by step, by global microbatch
-  std::vector<Named> gradients;  // by step
+  std::vector<Tensors> losses;   // losses by step, by global microbatch
+  std::vector<Named> gradients;  // gradients by step
   Named state;
 };
 
 struct Layout {
   int stages = 1;
   int replicas = 1;
-  int microbatches = 4;  // of one replica
+  int microbatches = 4;  // microbatches of one replica
   std::string pipeline = "interleaved";
 };
 
@@ -211,7 +211,7 @@ TEST_P(Checkpointing, BlocksHaveTheBitsOfPlainLibtorch) {
       << "each block runs again once in each microbatch";
 }
 
-/// Of modules that are in no container.
+/// Tests of modules that are in no container.
 class ModuleCheckpointing : public Checkpointing {};
 
 TEST_P(ModuleCheckpointing, GptHasTheBitsOfPlainLibtorch) {

@@ -252,7 +252,7 @@ TEST(Autocast, Nests) {
 constexpr double kScale = 1024;
 constexpr int kInterval = 2;
 
-/// In which type autocast computes, and what overflows it.
+/// In which type autocast computes, and the number that overflows it.
 struct Computed {
   torch::Dtype type;
   double spike;

@@ -16,10 +16,10 @@
 #include "tests/smp/oracle.h"
 
 /// Training on batches of many shapes, each of which is a graph of its own: compared with plain
-/// libtorch, and what it takes of the process.
+/// libtorch, and the resources that it takes.
 namespace smp::testing {
 
-/// What this process holds.
+/// The resources of this process.
 struct Usage {
   int64_t shared_bytes = 0;  ///< mapped, of memory that ranks share
   int64_t descriptors = open_descriptors();
@@ -93,7 +93,7 @@ struct HeavyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Heavy);
 
-/// What of this process lies in memory, but for files.
+/// The bytes of this process in memory, but for files.
 inline int64_t resident_bytes() {
   std::ifstream status("/proc/self/status");
   for (std::string line; std::getline(status, line);) {
@@ -103,7 +103,7 @@ inline int64_t resident_bytes() {
 }
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kHasHeapOfItsOwn = true;  // which keeps what is freed
+constexpr bool kHasHeapOfItsOwn = true;  // it keeps freed memory
 #elif defined(__has_feature)
 constexpr bool kHasHeapOfItsOwn =
     __has_feature(address_sanitizer) || __has_feature(thread_sanitizer);
@@ -161,13 +161,13 @@ struct RelayImpl : torch::nn::Module {
 };
 TORCH_MODULE(Relay);
 
-/// Takes the step's number and what the last layer was given, by microbatch: here and, as a copy of
-/// its own, in plain libtorch.
+/// Takes the step's number and the last layer's inputs, by microbatch: here and, as a copy of its
+/// own, in plain libtorch.
 using LookAtStep = std::function<void(size_t step, const Tensors& got, const Tensors& expected)>;
 
 /// Trains and evaluates a model of two layers for each rank, or of one that is pinned to it, with a
-/// step for each number of samples. Compares losses, gradients, evaluations and what the last layer
-/// was given with plain libtorch, to the bit.
+/// step for each number of samples. Compares losses, gradients, evaluations and the last layer's
+/// inputs with plain libtorch, to the bit.
 inline void train_on(const std::vector<int64_t>& sizes, bool pinned, const LookAtStep& look) {
   constexpr int kMicrobatches = 2;
   const auto waves = [](int64_t count, size_t phase) {
@@ -210,8 +210,8 @@ inline void train_on(const std::vector<int64_t>& sizes, bool pinned, const LookA
   }
 }
 
-/// That channels grow once where a large batch comes between small ones, and leave what is kept of
-/// the steps before as it was; and that the process holds the same however many shapes follow.
+/// That channels grow once where a large batch comes between small ones, and leave tensors kept of
+/// the steps before as they were; and that the process holds the same however many shapes follow.
 inline void expect_one_growth(int64_t shapes) {
   std::vector<int64_t> sizes = {4, 256, 4, 256, 4};
   const size_t keeps = sizes.size();

@@ -11,7 +11,7 @@
 #include "tests/smp/oracle.h"
 
 // Code that programs of libtorch have between their steps, over all parameters: on every rank it
-// does what is that rank's, with the bits of one process, or is refused at once.
+// does that rank's part, with the bits of one process, or is refused at once.
 namespace smp {
 namespace {
 
@@ -35,8 +35,8 @@ struct Layout {
 const Layout kAlone{"alone", 1, 1}, kStages{"stages", 2, 1}, kBoth{"stages and replicas", 4, 2},
     kDivided{"divided state", 4, 2, true};
 
-/// What a program does with its parameters when a step has trained them, before the update. What it
-/// keeps is by parameter.
+/// The program's work on its parameters when a step has trained them, before the update. It keeps
+/// tensors by parameter.
 using Between = std::function<void(const Tensors& parameters, Tensors& kept, int step)>;
 
 struct Outcome {
@@ -109,8 +109,8 @@ bool is_local(DistributedModel<Mlp>& model, const torch::Tensor& parameter) {
   return false;
 }
 
-/// Trains with `between` over all parameters, and compares weights and what each rank has kept with
-/// the plain program.
+/// Trains with `between` over all parameters, and compares weights and the tensors kept by each
+/// rank with the plain program.
 template <class Optimizer, class Plain>
 void expect_as_plain(const Layout& layout, const Between& between) {
   SCOPED_TRACE(layout.name);
@@ -139,7 +139,7 @@ void for_each(const Tensors& parameters, const std::function<void(torch::Tensor)
   }
 }
 
-/// Of gradients.
+/// Changes of gradients.
 const std::vector<std::pair<std::string, Between>> kOfGradients = {
     {"scale", [](const Tensors& all, Tensors&,
                  int i) { for_each(all, [&](auto p) { p.mutable_grad().div_(i + 2); }); }},
@@ -165,7 +165,7 @@ const std::vector<std::pair<std::string, Between>> kOfGradients = {
        for_each(all, [&](auto p) { i == 0 ? kept.push_back(p.grad().clone()) : void(); });
      }}};
 
-/// Of parameters.
+/// Changes of parameters.
 const std::vector<std::pair<std::string, Between>> kOfParameters = {
     {"clamp weights", [](const Tensors& all, Tensors&,
                          int) { for_each(all, [](auto p) { p.data().clamp_(-0.2, 0.2); }); }},
@@ -205,7 +205,7 @@ TEST(BetweenSteps, CodeOverAllParametersIsThatOfOneProcess) {
   }
 }
 
-/// An optimizer of libtorch alone steps over what other ranks own.
+/// An optimizer of libtorch alone steps over other ranks' parameters.
 TEST(BetweenSteps, PlainOptimizersAreThoseOfOneProcess) {
   const Between nothing = [](const Tensors&, Tensors&, int) {};
   for (const Layout& layout : {kStages, kBoth}) {
@@ -405,7 +405,7 @@ TEST(BetweenSteps, NumbersOfOtherRanksParametersAreRefused) {
   }
 }
 
-/// What `model->cpu()` gathers is there until the next step that trains.
+/// Parameters that `model->cpu()` gathers are there until the next step that trains.
 TEST(BetweenSteps, GatheredParametersAreThereUntilTheNextStep) {
   on_ranks(kStages, [](Rank& here) {
     here.train(0);
@@ -423,7 +423,7 @@ TEST(BetweenSteps, GatheredParametersAreThereUntilTheNextStep) {
   });
 }
 
-/// Pieces of gradients are not what `.grad` of a parameter has.
+/// Pieces of gradients are not the `.grad` of a parameter.
 TEST(BetweenSteps, GradientsInPiecesAreRefused) {
   for (const auto& [name, between] : kOfGradients) {
     SCOPED_TRACE(name);

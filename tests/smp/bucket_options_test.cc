@@ -117,7 +117,7 @@ TEST(BucketOptions, PassesThatAddUpRunTheSameOperators) {
       << text;
 }
 
-/// Nor does one that is loaded mix with what has added up.
+/// Nor does a loaded one mix with the sums so far.
 TEST(BucketOptions, PassesThatAddUpAreInNoCheckpoint) {
   const std::string path = ::testing::TempDir() + "/smp_between_passes";
   run_as_threads(1, Config(), [&] {

@@ -23,13 +23,12 @@ struct Rank {
   std::string folder;
 };
 
-/// A call as errors name it. Of those of one table each first meets the other rank in the same
-/// group of ranks; others wait for each other in a circle, which a time-out shows.
+/// A call as errors name it. Each call of one table first meets the other rank in the same group of
+/// ranks; others wait for each other in a circle, which a time-out shows.
 struct Meeting {
   std::string name;
   std::function<void(const Rank&)> call;
-  std::string collective =
-      "";  // as errors name that, if the call is a collective of the user's own
+  std::string collective = "";  // its name in errors, if the call is a collective of the user's own
 };
 
 std::vector<Meeting> own_collectives(CommGroup kind) {
@@ -106,7 +105,7 @@ std::vector<Meeting> meetings_of_pipeline() {
 
 class CallMismatch : public SavedRunTest {
  protected:
-  /// What each of two ranks says that make these calls.
+  /// The errors of two ranks that make these calls.
   std::array<std::string, 2> errors_of(const Meeting& zero, const Meeting& one) const {
     std::array<std::string, 2> texts;
     const auto config =

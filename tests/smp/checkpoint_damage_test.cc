@@ -167,7 +167,8 @@ TEST_F(CheckpointDamage, ATensorOfNoParameterIsAnErrorBeforeTheModelChanges) {
               HasSubstr("has optimizer tensor \"head/exp_avg\" of a parameter without state. Use"));
 }
 
-/// What an index with a valid checksum may say of an optimizer. Nothing may have changed after it.
+/// Checks an index with a valid checksum and a wrong entry about an optimizer. Nothing may have
+/// changed after it.
 void expect_no_change(SavedRun& run, const std::string& file, const std::string& from,
                       const std::string& to, const std::string& expected) {
   SCOPED_TRACE(to);
@@ -232,7 +233,7 @@ TEST_F(CheckpointDamage, AnOptimizerOfAnotherFormIsFoundBeforeTheModelChanges) {
   EXPECT_THAT(texts.the_same_from(2), HasSubstr("does not fit this optimizer"));
 }
 
-/// As in a job that smprun has started again.
+/// A job that smprun has started again.
 class Restarted {
  public:
   /// The n-th of `paths` was saved after n steps.
@@ -276,7 +277,7 @@ TEST_F(CheckpointDamage, ARestartWithoutAWholeCheckpointIsAnError) {
   EXPECT_THAT(texts.the_same_from(2), HasSubstr("cannot load checkpoint \"" + path("missing")));
 }
 
-/// What is trained twice is not so unnoticed.
+/// Repeated training is not so unnoticed.
 TEST_F(CheckpointDamage, ARestartThatBeginsAnewIsWarnedOf) {
   EXPECT_FALSE(core::this_restart());
   const Restarted restarted({path("later")});

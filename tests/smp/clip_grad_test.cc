@@ -20,7 +20,7 @@ using namespace testing;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-/// What a program asks for.
+/// The clipping that a program asks for.
 struct Clip {
   double max_norm;
   double norm_type;
@@ -31,7 +31,7 @@ std::ostream& operator<<(std::ostream& out, const Clip& clip) {
 }
 
 struct Outcome {
-  std::vector<double> norms;  // by step
+  std::vector<double> norms;  // norms by step
   Named weights;
 };
 

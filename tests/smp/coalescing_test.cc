@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // `numerics: "fast"`: microbatches that run as one, against plain libtorch that runs them one by
-// one, in float64; and what is refused, which runs exactly.
+// one, in float64; and refused cases, which run exactly.
 
 #include <ATen/Parallel.h>
 
@@ -18,9 +18,9 @@ constexpr double kTolerance = 1e-10;
 struct Layout {
   int stages;
   int replicas;
-  int microbatches;  ///< of one replica
+  int microbatches;  ///< microbatches of one replica
   std::string pipeline;
-  std::string expected;  ///< what the log says of the training function
+  std::string expected;  ///< the log's text about the training function
 };
 
 std::ostream& operator<<(std::ostream& out, const Layout& layout) {
@@ -28,7 +28,7 @@ std::ostream& operator<<(std::ostream& out, const Layout& layout) {
              << layout.microbatches << " microbatches, " << layout.pipeline;
 }
 
-/// As `TinyConvNet`, with group norm in place of batch norm and without dropout.
+/// A `TinyConvNet` with group norm in place of batch norm and without dropout.
 struct GroupNormNetImpl : torch::nn::Module {
   GroupNormNetImpl() {
     conv1 = register_module("conv1", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 4, 3)));
@@ -72,8 +72,8 @@ struct RegressionImpl : MlpImpl {
 TORCH_MODULE(Regression);
 
 struct Trace {
-  std::vector<Tensors> losses;  // by step; by global microbatch
-  Tensors evaluations;          // by step; of replica 0
+  std::vector<Tensors> losses;  // losses by step; by global microbatch
+  Tensors evaluations;          // evaluations by step; of replica 0
   Named weights;
   std::string log;
 };

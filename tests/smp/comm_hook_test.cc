@@ -114,7 +114,7 @@ TEST(CommHook, CompressesToHalfPrecision) {
   }
 }
 
-/// Each rank's hook gets the buckets of its stages, and what it leaves there is the gradient.
+/// Each rank's hook gets the buckets of its stages, and its results there are the gradients.
 TEST(CommHook, IsGivenTheBucketsOfItsRank) {
   std::mutex mutex;
   std::multiset<std::string> seen;
@@ -143,7 +143,7 @@ TEST(CommHook, IsGivenTheBucketsOfItsRank) {
   }
 }
 
-/// With a state, and with collectives of its own when it is waited for.
+/// The hook has a state, and its own collectives when it is waited for.
 TEST(CommHook, PowerSgdAsInDistributedDataParallel) {
   constexpr int kIterations = 5;
   torch::set_num_threads(1);

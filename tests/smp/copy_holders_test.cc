@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies in memory where hosts share no folder: who keeps what, how files travel, and jobs that
-// lose hosts. The hosts are folders of one, which ranks as threads take for their own; real ones
-// are pretended by //tests/failure:lost_host_test.
+// Copies in memory where hosts share no folder: the keeper of each file, how files travel, and jobs
+// that lose hosts. The hosts are folders of one, which ranks as threads take for their own; real
+// ones are pretended by //tests/failure:lost_host_test.
 
 #include "runtime/save/copy_holders.h"
 
@@ -31,10 +31,10 @@ using runtime::CopyHolders;
 using runtime::FileTransfer;
 using ::testing::HasSubstr;
 
-/// By rank, its host.
+/// Host of each rank.
 using Hosts = std::vector<int>;
 
-/// What ranks see whose folders are their hosts'.
+/// Which ranks see each rank's folder, where folders are the hosts'.
 std::vector<std::string> seen_on(const Hosts& hosts) {
   std::vector<std::string> seen;
   for (const int mine : hosts) {
@@ -119,7 +119,7 @@ class SpreadCopies : public SavedRunTest {
     });
   }
 
-  /// What a start in that layout goes on from, and its next loss; nothing: -1 and 0.
+  /// The step from which a start in that layout goes on, and its next loss; nothing: -1 and 0.
   std::pair<int64_t, double> go_on(int stages, int replicas, const Hosts& hosts) const {
     std::pair<int64_t, double> result{-1, 0};
     start_again();
@@ -207,7 +207,7 @@ TEST_F(SpreadCopies, FilesTravel) {
   }
 }
 
-/// Who has it fails; who waits for it does not, and gets the rest.
+/// The rank that has it fails; the one that waits for it does not, and gets the rest.
 TEST_F(SpreadCopies, AFileThatCannotBeReadKeepsNobodyWaiting) {
   for (const int host : {0, 1}) fs::create_directories(folder_of(host));
   std::ofstream(folder_of(1) + "/there") << "bytes";
@@ -276,7 +276,7 @@ TEST_F(SpreadCopies, OfReplicasToo) {
   EXPECT_EQ(go_on(1, 2, Hosts{0, 1}), std::pair(int64_t{3}, losses[3]));
 }
 
-/// What a host was sent for the restart is not kept for ever.
+/// Files that a host was sent for the restart are not kept for ever.
 TEST_F(SpreadCopies, AfterARestartEachKeepsItsOwnAgain) {
   const Hosts hosts{0, 1, 2};
   train(3, 1, hosts, 2);
@@ -340,7 +340,7 @@ TEST_F(SpreadCopies, TheNewestIsTheLastThatWasKept) {
   EXPECT_EQ(go_on(2, 1, hosts).first, 1);
 }
 
-/// Of the last copy one host has a part only, of the one before all: it was sent that.
+/// One host has a part only of the last copy, and all of the one before: it was sent that.
 TEST_F(SpreadCopies, OneHostThatIsLeftGoesOnFromWhatItHasWhole) {
   const auto losses = undisturbed(1);
   const Hosts hosts{0, 1, 2};
@@ -356,7 +356,7 @@ TEST_F(SpreadCopies, OneHostThatIsLeftGoesOnFromWhatItHasWhole) {
   EXPECT_EQ(go_on(1, 1, Hosts{1}), std::pair(int64_t{2}, losses[2]));
 }
 
-/// A restart was ended while hosts sent each other what they lack.
+/// A restart was ended while hosts sent each other missing files.
 TEST_F(SpreadCopies, WhatAnEndedRestartHasLeftHarmsNobody) {
   const auto losses = undisturbed(1);
   const Hosts hosts{0, 1};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// By which costs a step is planned: fixed ones, those of a file, or those measured in the first
+// The costs by which a step is planned: fixed ones, those of a file, or those measured in the first
 // step. None of it touches the numbers.
 
 #include <ATen/Parallel.h>

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,7 @@
 #include "checkpoint/writer.h"
 #include "tests/smp/ema_program.h"
 
-// smp::Ema: what is refused, and what it makes of other calls.
+// smp::Ema: refusals, and its effect on other calls.
 namespace smp {
 namespace {
 
@@ -143,7 +144,7 @@ TEST_F(EmaErrors, OptionsThatAreNone) {
   });
 }
 
-/// Two of a model, and what is averaged without an optimizer: the parameters.
+/// Two of a model, and averages without an optimizer: of the parameters.
 TEST_F(EmaErrors, SeveralHaveNames) {
   run({2, 1}, kFloat32, [&](Program& program) {
     const Ema last(program.model(), EmaOptions().name("last").decay(0));
@@ -183,6 +184,51 @@ TEST_F(EmaErrors, AveragesWeightsThatWereLoadedWithoutTheOptimizer) {
         expect_equal(program.state(), own, "average of what was loaded");
       },
       /*seed=*/6);
+}
+
+/// A copy of the values of this rank's parameters.
+torch::Tensor local_values(Program& program) {
+  const torch::NoGradGuard no_grad;
+  return torch::nn::utils::parameters_to_vector(program.model()->local_parameters()).clone();
+}
+
+/// An exception leaves the block, and an error occurs while the values are gathered, since the
+/// other replica has ended.
+TEST_F(EmaErrors, ParametersGetTheirOwnValuesBack) {
+  std::string error;
+  const std::string ended = error_of<std::runtime_error>([&] {
+    run({1, 2, "simple", true}, kFloat32, [&](Program& program) {
+      for (int i = 0; i < 2; ++i) program.train(i);
+      const auto own = local_values(program);
+      try {
+        const auto averaged = program.ema().averaged();
+        EXPECT_FALSE(torch::equal(local_values(program), own));
+        throw std::logic_error("no validation");
+      } catch (const std::logic_error&) {
+      }
+      expect_equal(local_values(program), own, "after an exception");
+      if (rank() == 1) throw std::runtime_error("no more data");
+      error = error_of<CommError>([&] { (void)program.ema().averaged(); });
+      expect_equal(local_values(program), own, "after an error");
+    });
+  });
+  expect_has(ended, {"no more data"});
+  expect_has(error, {"no more data"});
+}
+
+/// The end of a block throws nothing: values that cannot be given back are the rank's failure.
+TEST_F(EmaErrors, ValuesThatCannotBeGivenBackEndTheJob) {
+  const std::string error = error_of<CommError>([&] {
+    run({2, 1}, kFloat32, [&](Program& program) {
+      program.train(0);
+      {
+        const auto averaged = program.ema().averaged();
+        if (rank() == 0) program.model()->local_parameters()[0].set_data(torch::zeros({3}));
+      }
+      program.train(1);
+    });
+  });
+  expect_has(error, {"rank 0 failed: "});
 }
 
 /// A checkpoint of all has one count.
@@ -280,7 +326,7 @@ TEST_F(EmaErrors, OfOtherParameters) {
              {begin + "F32 [4]" + end});
 }
 
-/// Of each rank's part of the masters.
+/// Averages of each rank's part of the masters.
 TEST_F(EmaErrors, MastersOfDividedLayers) {
   const Recipe recipe = recipe_of(kBf16);
   std::vector<Net> nets = {make_net(), make_net()};

@@ -26,7 +26,7 @@ inline Recipe recipe_of(const Precision& precision) {
   return recipe<to::AdamW>(precision, to::AdamWOptions(1e-2));
 }
 
-/// Adds what a process has trained to averages, as torch.optim.swa_utils does it.
+/// Adds the parameters that a process has trained to averages, as torch.optim.swa_utils does it.
 inline void average(const Trace& now, Named& averages) {
   for (const auto& item : make_net()->named_parameters()) {
     const auto master = now.masters.find(item.key());
@@ -41,7 +41,7 @@ inline void average(const Trace& now, Named& averages) {
   }
 }
 
-/// A plain run: its weights at the end, and what averages its parameters.
+/// A plain run: its weights at the end, and the averages of its parameters.
 struct Plain {
   explicit Plain(const Precision& precision, int steps = kSteps) {
     PlainTraining training(recipe_of(precision));
@@ -57,7 +57,7 @@ struct Plain {
   }
 
   Named averages, weights;
-  Net net = make_net();  // of the averaged weights
+  Net net = make_net();  // net of the averaged weights
 };
 
 /// A rank of a program that averages.

@@ -21,7 +21,7 @@ class ErrorsTest : public ::testing::Test {
     y_ = torch::randn({8, 1});
   }
 
-  /// What a training loop that ends with an E says. `loss` is called on every rank.
+  /// The error of a training loop that ends with an E. `loss` is called on every rank.
   using Loss = std::function<torch::Tensor(int step, DistributedModel<Mlp>&, torch::Tensor x,
                                            torch::Tensor y)>;
   template <class E>
@@ -40,7 +40,7 @@ class ErrorsTest : public ::testing::Test {
     });
   }
 
-  /// As above for what runs in the step function before a proper loss.
+  /// The same for an action that runs in the step function before a proper loss.
   std::string error_in_step(const std::function<void(DistributedModel<Mlp>&)>& action) {
     return error_of_training<UsageError>(
         1, stages(1), [&](int, DistributedModel<Mlp>& model, torch::Tensor x, torch::Tensor y) {

@@ -137,7 +137,7 @@ TEST_F(InsideAStep, BackwardNeedsAScalarThatDependsOnParameters) {
              {"backward", "does not depend on a parameter"});
 }
 
-/// The function gets it, so what it does with it is libtorch's error.
+/// The function gets it, so its use is libtorch's error.
 TEST_F(Inputs, UndefinedTensorThatAnOperatorReads) {
   const auto text = error_of_run<Error>(2, stages(2), [&] {
     DistributedModel<Mlp> model(Mlp(4));

@@ -34,7 +34,7 @@ TinyGpt partly_frozen(int trained) {
   return net;
 }
 
-/// What the stages of all ranks did, by stage and by letter: F, B, I, W, and R for reduces.
+/// The actions of the stages of all ranks, by stage and by letter: F, B, I, W, and R for reduces.
 class Actions {
  public:
   void add(const Action& action) {

@@ -42,7 +42,7 @@ TORCH_MODULE(Gated);
 
 constexpr int kGatedReplicas = 2;
 
-/// Of `degree` replicas that divide the parameters.
+/// The configuration of `degree` replicas that divide the parameters.
 inline Config gated_config(int degree) {
   return Config()
       .microbatches(2)
@@ -114,8 +114,8 @@ class GatedTraining {
     weights_ = state_of(*plain);
   }
 
-  std::vector<Gated> nets_;  // by rank
-  Tensors losses_;           // by step and microbatch
+  std::vector<Gated> nets_;  // net of each rank
+  Tensors losses_;           // losses by step and microbatch
   Named weights_;
 };
 

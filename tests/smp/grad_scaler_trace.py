@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Prints tests/smp/grad_scaler_trace.h: what torch.amp.GradScaler does with given overflows.
+"""Prints tests/smp/grad_scaler_trace.h: the scales of torch.amp.GradScaler for given overflows.
 
 Needs Python's torch (recorded with 2.11, on the CPU):
 

@@ -31,7 +31,7 @@ struct BaseImpl : torch::nn::Module {
   torch::nn::Sequential trunk{nullptr}, inner{nullptr}, head{nullptr};
 };
 
-/// Wasserstein with a gradient penalty, on points between what the trunk makes and noise.
+/// Wasserstein with a gradient penalty, on points between the trunk's output and noise.
 struct CriticImpl : BaseImpl {
   torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
     const torch::AutoGradMode with_history(true);  // in an evaluation, too
@@ -61,7 +61,8 @@ struct PhysicsImpl : BaseImpl {
 };
 TORCH_MODULE(Physics);
 
-/// With respect to a result of the stage before, and used as a number only.
+/// Differentiates with respect to a result of the stage before; its gradient is used as a number
+/// only.
 struct SaliencyImpl : BaseImpl {
   torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
     const torch::AutoGradMode with_history(true);
@@ -73,7 +74,7 @@ struct SaliencyImpl : BaseImpl {
 };
 TORCH_MODULE(Saliency);
 
-/// A step of gradient descent on the inner weights, then the loss with what it leads to. One of the
+/// A step of gradient descent on the inner weights, then the loss with the new weights. One of the
 /// weights is not used.
 struct LearnerImpl : BaseImpl {
   torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
@@ -111,7 +112,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, GradientPenalty,
                                            Layout{2, 2, 2, "interleaved"},
                                            Layout{2, 1, 4, "zb_h1"}));
 
-// -- With what else changes how a step runs
+// -- Other settings that change how a step runs
 
 /// The weights after training in a configuration that leaves gradients elsewhere, or that rounds.
 template <class Net>

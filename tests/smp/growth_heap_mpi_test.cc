@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Batches of many sizes on ranks that are processes, and what they leave of the heap.
+// Batches of many sizes on ranks that are processes, and the heap after them.
 
 #include "tests/smp/batch_shapes.h"
 

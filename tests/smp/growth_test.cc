@@ -5,7 +5,7 @@
 #include "tests/smp/batch_shapes.h"
 #include "tests/smp/oracle.h"
 
-// What further graphs of a step function cost, beside the first.
+// The costs of further graphs of a step function, beside the first.
 namespace smp::testing {
 namespace {
 
@@ -18,7 +18,9 @@ int64_t growth_over(int sizes) {
     return loss;
   });
   const graph::Allocations allocations;
-  for (int i = 0; i < 2; ++i) train(torch::ones({2, kWide}));  // gradients, and what it keeps
+  for (int i = 0; i < 2; ++i)
+    train(torch::ones({2, kWide}));  // gradients, and memory that it
+                                     // keeps
   const int64_t before = allocations.now();
   for (int size = 2; size <= sizes; ++size) train(torch::ones({2 * size, kWide}));
   return allocations.now() - before;
@@ -26,14 +28,13 @@ int64_t growth_over(int sizes) {
 
 TEST(Growth, AnotherBatchSizeNeedsNoMemoryForGradients) {
   torch::set_num_threads(1);
-  for (const int ranks : {1, 2}) {
-    run_as_threads(ranks, Config().partitions(ranks).microbatches(2), [&] {
-      EXPECT_LT(growth_over(30), 20 * kMiB) << ranks << " ranks, rank " << rank();
+  const auto expect_little = [](int ranks, const Config& config) {
+    run_as_threads(ranks, config, [&] {
+      EXPECT_LT(growth_over(30), 20 * kMiB) << config.to_json() << ", rank " << rank();
     });
-    run_as_threads(ranks, Config().ddp(true).shard_optimizer_state(true).microbatches(2), [&] {
-      EXPECT_LT(growth_over(30), 20 * kMiB) << ranks << " replicas, rank " << rank();
-    });
-  }
+  };
+  for (const int ranks : {1, 2}) expect_little(ranks, stages(ranks));
+  expect_little(2, stages(1).ddp(true).shard_optimizer_state(true));
 }
 
 TEST(Growth, AnotherBatchSizeLeavesTheHeapAsItIs) {

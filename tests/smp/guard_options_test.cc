@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// When step functions are guarded, which structures of tensors they take and return, and what
-// nobody reads.
+// When step functions are guarded, which structures of tensors they take and return, and tensors
+// that are not read.
 
 #include <ATen/CPUGeneratorImpl.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
 
-/// Rank threads share the default generator, so what they draw comes from one of their own.
+/// Rank threads share the default generator, so their numbers come from one of their own.
 at::Generator generator_of(uint64_t seed) { return at::detail::createCPUGenerator(seed); }
 
 /// A module with the same values whenever and wherever it is made.
@@ -32,8 +32,8 @@ Mlp prototype() { return with_values_of(5, Mlp(4)); }
 
 /// A run of a few steps whose loss has a weight that may change from step to step.
 struct Training {
-  std::vector<double> weights;           // by step
-  std::vector<int64_t> batch_sizes;      // by step
+  std::vector<double> weights;           // weights by step
+  std::vector<int64_t> batch_sizes;      // batch sizes by step
   std::vector<int64_t> calls_seen = {};  // filled by `distributed`: in which step the function ran
 
   std::pair<torch::Tensor, torch::Tensor> batch(size_t step) const {
@@ -304,8 +304,8 @@ TEST_F(Structures, VectorsOfMapsOfOptionalTuples) {
   });
 }
 
-/// Three steps of a function that takes a tensor nobody reads, computes a branch and returns
-/// results that the loss does not depend on.
+/// Three steps of a function that takes an unused tensor, computes a branch and returns results
+/// that the loss does not depend on.
 TEST_F(Structures, UnusedArgumentsAndOutputsTrainAsInOneProcess) {
   Mlp net = prototype();
   torch::optim::SGD plain(net->parameters(), kSgd);

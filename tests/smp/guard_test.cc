@@ -38,7 +38,7 @@ struct Scenario {
 };
 
 struct Run {
-  std::vector<Tensors> losses;  // by step, by microbatch
+  std::vector<Tensors> losses;  // losses by step, by microbatch
   std::vector<Tensors> evaluations;
   Named weights;
 };
@@ -317,9 +317,9 @@ TEST_F(Guard, ThreadsOfTheProgramMayDrawWhilePlainCodeDrawsKeyedNumbers) {
   expect_equal(got.weights, expected.weights, "weight");
 }
 
-// -- What a run of the function leaves behind
+// -- State that a run of the function leaves behind
 
-/// What a step function may keep on a rank.
+/// The tensors that a step function may keep on a rank.
 struct Kept {
   torch::Tensor state = torch::zeros({2, 1}), before = torch::zeros({2, 1});
   bool seen = false;
@@ -357,7 +357,7 @@ TEST_F(Guard, AStateIsRefusedInTheFirstCallInWhichAMicrobatchWouldFindIt) {
     kept.state = h.detach();
     return h.sum();
   });
-  // It is what the step returns.
+  // The step returns it.
   expect_hidden_state([](const Call& model, torch::Tensor x, Kept& kept) {
     return kept.state = model(x) + kept.state;
   });

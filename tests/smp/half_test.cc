@@ -67,7 +67,7 @@ TEST(Half, ScalesTheLoss) {
 TEST(Half, SkipsStepsThatOverflowOnSomeRank) {
   check(recipe<to::AdamW>(kFp16, to::AdamWOptions(0.01), lively(), true), layouts(), 3);
   check(recipe<to::AdamW>(kBf16, to::AdamWOptions(0.01), lively(), true), layouts(), 3);
-  // With fp16 overflows are looked for in any case.
+  // Overflows are looked for with fp16 in any case.
   check(recipe<to::SGD>(kFp16, to::SGDOptions(0.1), {}, true), {{2, 2}}, 3);
 }
 
@@ -137,9 +137,8 @@ TEST(Half, GoesThroughCheckpoints) {
   }
 }
 
-/// What bfloat16 would lose: a change of a 512th of the last digit, 512 times.
-/// Adagrad makes its sums when it is made, of the parameters that there are. Steps that overflow
-/// make no masters.
+/// The change that bfloat16 would lose: a 512th of the last digit, 512 times. Adagrad makes its
+/// sums when it is made, of the parameters that there are. Steps that overflow make no masters.
 TEST(Half, StatesAreOfMastersBeforeThereAreAny) {
   const auto path = ::testing::TempDir() + "half_states";
   for (const bool sharded : {false, true}) {
@@ -177,7 +176,7 @@ TEST(Half, MastersFollowWhatIsLoaded) {
   const auto ones = [](const DistributedModel<Mlp>& model) {
     ModelCore::TensorDict state;
     for (const auto& item : model->named_parameters()) {
-      state.insert(item.key(), torch::ones(item.value().sizes()));  // of float32
+      state.insert(item.key(), torch::ones(item.value().sizes()));  // tensors of float32
     }
     return state;
   };
@@ -196,7 +195,7 @@ TEST(Half, MastersFollowWhatIsLoaded) {
     optimizer.step();
   });
   expect_equal(loaded, expected, "weight");
-  // What the program writes itself, it says.
+  // Weights that the program writes itself, it announces.
   const auto written = train_loop([&](auto& model, auto& optimizer, const auto& train) {
     train();
     optimizer.step();
@@ -236,7 +235,7 @@ TEST(Half, LoadsModelAndOptimizerInAnyOrder) {
   expect_equal(ends[2], ends[0], "optimizer first");
 }
 
-/// Integer buffers and arguments stay; what the module returns is of float32.
+/// Integer buffers and arguments stay; the module's results are of float32.
 TEST(Half, ConvertsFloatingPointOnly) {
   struct CounterImpl : torch::nn::Module {
     CounterImpl() {
@@ -328,7 +327,7 @@ TEST(Half, MakesModelsOfThatType) {
   EXPECT_FALSE(torch::equal(made.at("tokens.weight"), converted.at("tokens.weight")));
 }
 
-/// What a program on two ranks ends with.
+/// The error that ends a program on two ranks.
 std::string error_of_loop(
     const std::function<void(DistributedModel<Mlp>&, DistributedOptimizer<to::SGD>&,
                              const std::function<void()>& train)>& loop) {

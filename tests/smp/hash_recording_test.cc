@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using Pass = GeluFault::Pass;
 
-constexpr int kMicrobatches = 4;  // of all replicas
+constexpr int kMicrobatches = 4;  // microbatches of all replicas
 constexpr int kSteps = 3;
 
 std::string folder(const std::string& name) {
@@ -34,7 +34,7 @@ struct Recorded {
   int stages = 1;
   int replicas = 1;
   std::string pipeline = "1f1b";
-  int layers = 4;  ///< of the model
+  int layers = 4;  ///< layers of the model
   /// Called on each rank before a step.
   std::function<void(int step)> before = [](int) {};
 

@@ -227,7 +227,7 @@ TEST(ReplicaJoinCounts, AreThoseOfTheLast) {
   EXPECT_FALSE(torch::equal(got[0], got[1]));
 }
 
-/// What `model->cpu()` has put together is taken back before the last replica's parts come.
+/// Layers that `model->cpu()` has put together are taken back before the last replica's parts come.
 TEST(ReplicaJoinOfDividedLayers, EndsAfterModelCpu) {
   torch::set_num_threads(1);
   const auto train = [](bool gathers) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies in memory, and which start goes on from what; jobs that smprun starts again are in
-// //tests/failure:restart_test.
+// Copies in memory, and the copy from which each start goes on; jobs that smprun starts again are
+// in //tests/failure:restart_test.
 
 #include <gmock/gmock.h>
 
@@ -170,14 +170,14 @@ TEST(CopyPace, CopiesThemselvesTakeTwoPercentOfTheTimeAtMost) {
   EXPECT_EQ(runtime::next_interval(4, 10, 0), 8) << "a program that only keeps copies";
 }
 
-/// By tensor of a section of an index, its hash.
+/// Hash of each tensor of a section of an index.
 std::map<std::string, uint64_t> hashes(const std::map<std::string, checkpoint::TensorEntry>& of) {
   std::map<std::string, uint64_t> result;
   for (const auto& [name, entry] : of) result[name] = entry.hash;
   return result;
 }
 
-/// Of `entries`, those that so many files hold.
+/// The number of files that hold the `entries`.
 size_t count_files(const std::map<std::string, checkpoint::TensorEntry>& entries) {
   std::set<std::string> files;
   for (const auto& [name, entry] : entries) files.insert(entry.file);
@@ -193,7 +193,7 @@ std::set<std::string> names_in_groups(const checkpoint::Index& index) {
   return names;
 }
 
-/// Each replica writes a part of what all have.
+/// Each replica writes a part of the common tensors.
 TEST_F(KeptCopy, InMemoryItHasWhatASaveHas) {
   const RecoveryInMemory memory;
   for (const auto& [stages, replicas, sharded] :

@@ -172,9 +172,9 @@ std::ostream& operator<<(std::ostream& out, const Layout& layout) {
              << layout.pipeline << ", dropout " << layout.dropout;
 }
 
-/// What a run leaves behind.
+/// The results of a run.
 struct Outcome {
-  std::vector<Tensors> losses, evaluations;  // by step, by microbatch
+  std::vector<Tensors> losses, evaluations;  // losses and evaluations by step, by microbatch
   Named weights;
 };
 
@@ -300,7 +300,7 @@ std::vector<Layout> layouts() {
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Leaves, ::testing::ValuesIn(layouts()));
 
-/// A module that does what the test says, with one parameter.
+/// A module whose `forward` the test gives, with one parameter.
 struct CustomImpl : torch::nn::Module {
   using Body = std::function<Tensors(CustomImpl&, torch::Tensor)>;
   explicit CustomImpl(Body function) : body(std::move(function)) {
@@ -357,7 +357,7 @@ TEST_F(LeafCalls, OutsideOfAStepAreOrdinaryCalls) {
 }
 
 TEST_F(LeafCalls, OfASeedDrawFromOneStream) {
-  // Two dropouts inside, one random operator outside: the stream of ordinal 1 is what follows.
+  // Two dropouts inside, one random operator outside: the stream of ordinal 1 follows.
   Custom twice([](CustomImpl&, torch::Tensor x) {
     return Tensors{torch::dropout(torch::dropout(x, 0.5, true), 0.5, true)};
   });

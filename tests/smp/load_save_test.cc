@@ -27,7 +27,7 @@ using namespace testing::precision;
 using nlohmann::json;
 namespace to = torch::optim;
 
-/// A checkpoint but for what depends on the layout: which file holds a tensor.
+/// A checkpoint without the parts that depend on the layout: which file holds a tensor.
 json content_of(const std::string& path) {
   const checkpoint::Reader reader(path);
   const checkpoint::Index& index = reader.index();
@@ -290,7 +290,7 @@ TEST_P(LoadSave, StateDictionariesBeforeTheFirstStep) {
       {/*seed=*/6});
 }
 
-/// The first step after a save draws what it would have drawn after a load.
+/// The first step after a save draws the numbers that it would have drawn after a load.
 TEST_P(LoadSave, ASaveBeforeTheFirstStepSettlesTheSeed) {
   run(GetParam().layout, [&](Program& program) {
     program.save(path("untrained"));
@@ -437,7 +437,7 @@ TEST_F(LoadStrictly, TakesGroupsInAnotherOrderByTheirParameters) {
       });
 }
 
-/// By name, and what only one side has is left out.
+/// Loads by name and leaves out values that only one side has.
 TEST_F(LoadStrictly, FalseTakesWhatBothHave) {
   save_with({{{"in", "norm", "middle"}, 0.1}});
   for (const bool trained : {false, true}) {
@@ -458,19 +458,28 @@ TEST_F(LoadStrictly, FalseTakesWhatBothHave) {
 }
 
 /// A state that libtorch cannot read is refused when it is loaded, not in the first step.
-TEST_F(LoadStrictly, RefusesAStateWithoutAField) {
+TEST_F(LoadStrictly, RefusesAStateThatCannotBeRead) {
   save_with({{{"in"}, 0.1}});
   const std::string index = path_ + "/" + checkpoint::kIndexFile;
-  std::string text = checkpoint::read_file(index);
-  const size_t scalars = text.find("\"scalars\"");
-  ASSERT_NE(scalars, std::string::npos);
-  text.replace(text.find("step", scalars), 4, "stop");
-  checkpoint::write_file(index, checkpoint::with_checksum(text));
-  run({{{"in"}, 0.1}}, [&](auto& model, auto& optimizer, const auto&) {
-    EXPECT_THAT(error_of<CheckpointError>([&] { smp::load(path_, model, optimizer); }),
-                ::testing::HasSubstr("the saved optimizer state is malformed: state of parameter "
-                                     "\"in."));
-  });
+  const std::string whole = checkpoint::read_file(index);
+  const size_t state = whole.find("\"state\": {");
+  ASSERT_NE(state, std::string::npos);
+  const auto error = [&](const std::string& from, const std::string& to) {
+    std::string text = whole, error;
+    EXPECT_NE(text.find(from, state), std::string::npos) << from;
+    checkpoint::write_file(
+        index, checkpoint::with_checksum(text.replace(text.find(from, state), from.size(), to)));
+    run({{{"in"}, 0.1}}, [&](auto& model, auto& optimizer, const auto&) {
+      error = error_of<CheckpointError>([&] { smp::load(path_, model, optimizer); });
+    });
+    return error;
+  };
+  const auto is_malformed =
+      ::testing::HasSubstr("the saved optimizer state is malformed: state of parameter \"in.");
+  EXPECT_THAT(error("\"step\": 1", "\"stop\": 1"), is_malformed);
+  EXPECT_THAT(error("\"step\": 1", "\"step\": \"1\""), is_malformed);
+  EXPECT_THAT(error("\"shape\": [", "\"shape\": [-"),
+              ::testing::HasSubstr("in.bias: expected shape [24], got [-24]"));
 }
 
 /// Has a layer, a parameter and a buffer without elements.
@@ -491,7 +500,7 @@ struct HollowImpl : torch::nn::Module {
 };
 TORCH_MODULE(Hollow);
 
-/// They belong to every rank, whoever owns them.
+/// They belong to every rank, whichever rank owns them.
 TEST(LoadSaveHollow, LoadsTensorsWithoutElementsAfterTheFirstStep) {
   const std::string path = ::testing::TempDir() + "/load_save_hollow";
   torch::manual_seed(3);

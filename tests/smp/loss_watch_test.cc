@@ -18,7 +18,7 @@ using namespace testing;
 constexpr int kSteps = 12;
 
 /// Trains on inputs that are `bad` in microbatch 1 of the chosen steps and replicas, with or
-/// without returning the loss; returns what was logged.
+/// without returning the loss; returns the log.
 template <class IsBad>
 std::string log_of(int stage_count, int replicas, double bad, const IsBad& is_bad,
                    const Config& more = Config(), double scale = 1) {

@@ -16,7 +16,8 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kWidth = 6;
 
-// ---- What a scope around construction pins ----------------------------------------------------
+// ---- Tensors pinned by a scope around construction
+// ----------------------------------------------------
 
 /// Registers parameters in every way that modules do.
 struct AssortedImpl : torch::nn::Module {
@@ -183,7 +184,7 @@ void expect_parity(const Case& c) {
   }
   std::mutex mutex;
   Named weights;
-  std::vector<std::map<int, Tensors>> losses(kSteps);  // by step; by replica
+  std::vector<std::map<int, Tensors>> losses(kSteps);  // losses by step; by replica
   const auto config = stages(c.ranks)
                           .microbatches(c.microbatches)
                           .pipeline(c.pipeline)
@@ -246,7 +247,8 @@ INSTANTIATE_TEST_SUITE_P(Layouts, ManualPartition,
                                            Case{2, 2, 3, "interleaved", false},
                                            Case{2, 1, 4, "interleaved", true}));
 
-/// What the operator keeps for its backward, once, is what the plan takes off where they are made.
+/// The bytes that the operator keeps for its backward, once, are those that the plan takes off
+/// where they are made.
 TEST(Placements, BothResultsOfAnOperatorGoToAnotherStage) {
   torch::set_num_threads(1);
   Mlp prototype(4);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is said about a model holds for it, whichever thread says it and whichever runs its steps.
+// Marks hold for their model, whichever thread sets them and whichever runs its steps.
 
 #include <gtest/gtest.h>
 

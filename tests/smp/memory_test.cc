@@ -22,11 +22,11 @@ constexpr int64_t kWide = 1024;
 constexpr size_t kMiB = 1 << 20;
 constexpr size_t kLayerBytes = kWide * kWide * sizeof(float);
 constexpr size_t kModelBytes = kLayers * kLayerBytes;  // 288 MiB
-constexpr size_t kLimitBytes = kModelBytes / 3;        // on top of what libraries take
+constexpr size_t kLimitBytes = kModelBytes / 3;        // on top of the libraries' own memory
 
-/// Many layers of one size. Of all weights only those of every 18th layer are trained, so that what
-/// a rank needs is dominated by its parameters: gradients take as much again. `made` counts layers,
-/// to tell how far a construction came.
+/// Many layers of one size. Only the weights of every 18th layer are trained, so that parameters
+/// dominate a rank's memory: gradients take as much again. `made` counts layers, to tell how far a
+/// construction came.
 struct TallImpl : torch::nn::Module {
   explicit TallImpl(int* made = nullptr) {
     for (int i = 0; i < kLayers; ++i) {
@@ -71,7 +71,7 @@ Tensors make_trained(Tall& net) {
   return trained;
 }
 
-/// What a process with enough memory gets: losses by step and hashes of the parameters.
+/// The results of a process with enough memory: losses by step and hashes of the parameters.
 struct Reference {
   std::vector<Tensors> losses;
   std::map<std::string, uint64_t> hashes;
@@ -97,7 +97,7 @@ Reference run_plain(const torch::Tensor& x) {
 
 TEST(Memory, AModelOfThreeTimesTheLimitTrains) {
   at::set_num_threads(1);
-  // Freed blocks go back to the system, so that the limit is about what is in use.
+  // Freed blocks go back to the system, so that the limit is about memory in use.
   mallopt(M_MMAP_THRESHOLD, 64 << 10);
   init(stages(kRanks).keep_freed_memory(false));
   torch::manual_seed(1);

@@ -27,7 +27,7 @@ int expected_count(int64_t size, int most) {
 struct Layout {
   int stages;
   int replicas;
-  int64_t batch = 0;  // of a replica, in evaluation
+  int64_t batch = 0;  // batch of a replica, in evaluation
 
   int ranks() const { return stages * replicas; }
 };
@@ -48,12 +48,12 @@ Mlp make_dropout_net(double dropout = 0.25) {
 struct Training {
   Config config;
   int replicas = 1;
-  std::vector<int64_t> sizes;  // of the batch of all replicas, by step
-  std::vector<int> counts;     // of the microbatches of all replicas, by step
+  std::vector<int64_t> sizes;  // batch sizes of all replicas, by step
+  std::vector<int> counts;     // microbatch counts of all replicas, by step
   double dropout = 0.25;
 
   struct Trace {
-    std::vector<Tensors> losses;  // by step and global microbatch
+    std::vector<Tensors> losses;  // losses by step and global microbatch
     Named weights;
   };
 
@@ -227,7 +227,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, MicrobatchCountOfEvaluation,
                                            Layout{2, 2, 96}, Layout{1, 1, 100}, Layout{2, 1, 100},
                                            Layout{2, 2, 97}));
 
-/// What replicas cut is what one process cuts that sums as they do.
+/// Replicas cut their batches as one process does that sums as they do.
 TEST_F(MicrobatchCount, GradientShardsAreCutAsReplicasCut) {
   Training alone;
   alone.config = stages(1).microbatches(4).gradient_shards(2);
@@ -265,7 +265,7 @@ TEST_F(MicrobatchCount, GradientShardsDoNotCountInEvaluation) {
   });
 }
 
-/// What replicas are told that cut into 4 microbatches and, the second, into `second`.
+/// The error of replicas that cut into 4 microbatches and, the second, into `second`.
 std::string uneven(int second, const std::string& reason) {
   return "step function \"train\" cut its batch into 4 microbatches on replica 0 and into " +
          std::to_string(second) +
@@ -330,8 +330,8 @@ TEST_F(MicrobatchCount, ReplicasBeginWithOneNumber) {
              {uneven(3, reason)});
 }
 
-/// Replicas evaluate what they like, and then train alike: how many microbatches run as one does
-/// not follow from what a replica has evaluated.
+/// Replicas evaluate any batches, and then train alike: how many microbatches run as one does not
+/// follow from a replica's evaluations.
 TEST_F(MicrobatchCount, ReplicasMayEvaluateOtherNumbers) {
   ::testing::internal::CaptureStderr();
   run_as_threads(2, stages(1).microbatches(8).ddp(true).numerics("fast"), [&] {
@@ -349,7 +349,7 @@ TEST_F(MicrobatchCount, ReplicasMayEvaluateOtherNumbers) {
              {"step function \"train\": 8 microbatches run as 2 of 4"});
 }
 
-/// With other numbers the pipeline would wait for microbatches that do not come.
+/// The pipeline would wait for microbatches that do not come if numbers differed.
 TEST_F(MicrobatchCount, RanksOfAPipelineHaveOneNumber) {
   const auto text = error_of_run<UsageError>(2, stages(2), [&] {
     DistributedModel<Mlp> model(make_net());
@@ -449,7 +449,7 @@ struct Weights {
   }
 };
 
-/// The numbers of what is cut with the batch: a common divisor, and what objects are told.
+/// The numbers of objects cut with the batch: a common divisor, and the number that they are told.
 TEST_F(MicrobatchCount, OfAllThatIsCut) {
   run_as_threads(1, stages(1).microbatches(4), [&] {
     DistributedModel<Mlp> model(make_net());
@@ -544,7 +544,7 @@ TEST_F(MicrobatchCount, OfMicrobatchesThatRunTogether) {
   });
 }
 
-/// Each rank runs the batches of its group, and returns what belongs to its own.
+/// Each rank runs the batches of its group, and returns its own outputs.
 TEST_F(MicrobatchCount, OfATensorParallelGroup) {
   const auto config =
       Config().tensor_parallel_degree(2).ddp(true).microbatches(4).timeout_seconds(60);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Mistakes that do not compile, one a line, and what the compiler says: mistakes_test.py.
+// Mistakes that do not compile, one a line, and the compiler's words: mistakes_test.py.
 
 #include <torch/torch.h>
 
@@ -10,12 +10,25 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 struct OtherImpl : NetImpl {};
+TORCH_MODULE(Other);
+struct Batch {
+  torch::Tensor x, y;
+};
+struct OtherAdam : torch::optim::Adam {
+  using Adam::Adam;
+};
 
 void mistakes(Net net, torch::Tensor loss) {
   smp::DistributedModel<Net> model(net);
   torch::optim::SGD sgd(net->parameters(), 0.1);
   torch::optim::Adam adam(net->parameters(), 0.1);
   torch::optim::AdamW adamw(net->parameters(), 0.1);
+  torch::optim::LBFGS lbfgs(net->parameters(), 0.1);
+  torch::optim::RMSprop rms(net->parameters(), 0.1);
+  torch::optim::Adagrad ada(net->parameters(), 0.1);
+  OtherAdam other(net->parameters(), 0.1);
+  torch::optim::Optimizer& plain = sgd;
+  auto optimizer = smp::distributed(sgd);
 
   model.parameters();    // expected: write model->parameters(...), not model.parameters(...)
   model.backward(loss);  // expected: write model->backward(...), not model.backward(...)
@@ -23,16 +36,33 @@ void mistakes(Net net, torch::Tensor loss) {
   model.state_dict();    // expected: write model->state_dict(...), not model.state_dict(...)
 
   // Another type in each, since the compiler says it once for a type.
-  smp::save("p", model, sgd);         // expected: auto optimizer = smp::distributed(plain)
-  smp::save("p", model, adam, "{}");  // expected: auto optimizer = smp::distributed(plain)
-  smp::load("p", model, adamw);       // expected: auto optimizer = smp::distributed(plain)
+  smp::save("p", model, sgd);                  // expected: auto optimizer = smp::distributed(plain)
+  smp::save("p", model, adam, "{}");           // expected: auto optimizer = smp::distributed(plain)
+  smp::load("p", model, adamw);                // expected: auto optimizer = smp::distributed(plain)
+  smp::keep_copy(model, lbfgs);                // expected: auto optimizer = smp::distributed(plain)
+  (void)smp::save_async("p", model, rms);      // expected: smp::distributed(plain)
+  smp::save_checkpoint("p", "t", model, ada);  // expected: smp::distributed(plain)
+  smp::resume_from_checkpoint("p", {}, model, other);  // expected: smp::distributed(plain)
+  smp::resume_after_restart(model, plain);             // expected: smp::distributed(plain)
 
-  OtherImpl other;
+  Other module;
+  smp::save("p", net);                                // expected: pass the DistributedModel
+  smp::load("p", *net);                               // expected: pass the DistributedModel
+  (void)smp::save_async("p", net.ptr(), optimizer);   // expected: pass the DistributedModel
+  smp::save_checkpoint("p", "t", module, optimizer);  // expected: pass the DistributedModel
+  smp::resume_from_checkpoint("p", "t", *module);     // expected: pass the DistributedModel
+
+  OtherImpl impl;
   smp::DistributedModel<NetImpl> of_class(*net);  // expected: not the class of the module itself
-  smp::DistributedModel deduced(other);           // expected: not the class of the module itself
+  smp::DistributedModel deduced(impl);            // expected: not the class of the module itself
+
+  auto of_batch = smp::step([](Batch batch) { return batch.x; });
+  of_batch(Batch{loss, loss});  // expected: list its fields: SMP_FIELDS(x, y);
+  auto to_batch = smp::step([](torch::Tensor x) { return Batch{x, x}; });
+  to_batch(loss);  // expected: list its fields: SMP_FIELDS(loss, logits);
 }
 
-// What is right beside them.
+// The right programs beside them.
 void right(Net net, torch::Tensor loss) {
   smp::DistributedModel<Net> model(net);
   smp::DistributedModel of_holder(net);
@@ -50,4 +80,10 @@ void right(Net net, torch::Tensor loss) {
   smp::load("p", model);
   smp::load("p", model, optimizer);
   smp::load("p", model, other);
+  smp::save_checkpoint("p", "t", model, optimizer);
+  smp::resume_from_checkpoint("p", std::nullopt, model, other, smp::LoadOptions());
+  const auto parts = smp::CheckpointParts().add(model, optimizer);
+  smp::save("p", parts, "{}");
+  smp::load("p", parts);
+  smp::keep_copy(parts);
 }

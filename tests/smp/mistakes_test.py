@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes do not compile, and the compiler says what to write instead, once for each.
+"""Mistakes do not compile, and the compiler tells the remedy, once for each.
 
 usage: mistakes_test.py SOURCE LIBTORCH_VERSION_CMAKE
 
@@ -19,7 +19,7 @@ EXPECTED = re.compile(r"// expected: (.*)")
 
 
 def errors():
-    """What clang says of the source: an error and the notes to it, each as one text."""
+    """The errors of clang for the source: an error and the notes to it, each as one text."""
     includes = [os.path.join(LIBTORCH, folder)
                 for folder in ("include", "include/torch/csrc/api/include")]
     command = ["clang++", "-std=c++17", "-fsyntax-only", "-ferror-limit=0", "-I."]

@@ -31,7 +31,7 @@ Net make_plain(const std::function<Net()>& make, uint64_t seed = kInitial) {
   return make();
 }
 
-/// Constructs on this rank; `after` gets what the generator draws next.
+/// Constructs on this rank; `after` gets the generator's next numbers.
 template <class Net>
 Net make_delayed(const std::function<Net()>& make,
                  const ModelCreationOptions& options = everything(), uint64_t seed = kInitial,
@@ -53,7 +53,7 @@ size_t bytes_of(const Tensors& tensors) {
   return bytes;
 }
 
-/// What this rank holds as soon as it has been made, compared with a plain module's.
+/// Compares tensors that this rank holds as soon as they have been made with a plain module's.
 template <class Net>
 void compare_when_made(DistributedModel<Net>& model, const Named& expected) {
   model->register_post_partition_hook([&model, expected] {
@@ -282,7 +282,7 @@ TEST_P(ModelCreationTest, PeakIsTheOwnParametersAndTheLargestOne) {
     }
     EXPECT_GE(allocations.peak(), whole) << "the count misses something";
   }
-  // The generator's states, and what the library keeps besides parameters.
+  // The generator's states, and the library's memory besides parameters.
   const auto state =
       static_cast<int64_t>(at::detail::getDefaultCPUGenerator().get_state().nbytes());
   const int64_t small = WideImpl::kRandomOperators * state + (64 << 10);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `DistributedModel` gives and takes around steps.
+// The results and arguments of `DistributedModel` around steps.
 
 #include <functional>
 #include <map>
@@ -372,14 +372,15 @@ TEST_F(Model, CpuGathersTheModelAndTrainingGoesOn) {
       model->cpu();
       const auto state = to_map(model->state_dict());
       expect_equal(state_of(*model.get_module()), state, "gathered value");
-      // The plain module computes what the next step computes.
+      // The plain module computes the losses of the next step.
       const auto expected = plain_losses(model.get_module());
       expect_equal(train(x_, y_).outputs(), expected, "loss of the gathered model");
     }
   });
 }
 
-/// Stages keep what stands for a parameter in a microbatch; it must be of the data that is there.
+/// Stages keep the tensor that stands for a parameter in a microbatch; it must have the current
+/// data.
 TEST_F(Model, ParametersMayBeGivenOtherMemoryBetweenSteps) {
   run_as_threads(1, stages(1), [&] {
     DistributedModel<Mlp> model(make_net());

@@ -94,7 +94,8 @@ TEST_F(MpiStep, GptWithDropoutEqualsThePlainRunBitForBit) {
     expect_equal(evaluate(few).outputs(), wanted, "evaluation");
   }
   expect_equal(to_map(model->state_dict()), state_of(*plain), "weight");
-  // What other stages own holds no data here, except a replica of the tied weight, and is absent.
+  // Tensors that other stages own hold no data here, except a replica of the tied weight, and are
+  // absent.
   const auto local = to_map(model->local_named_parameters());
   size_t elsewhere = 0;
   for (const auto& item : model->named_parameters()) {

@@ -200,7 +200,7 @@ TEST(Objects, OfUserTypes) {
   });
 }
 
-// As SMP 1.x documents: the others call recv_from, by whatever number they know the sender.
+// SMP 1.x documents this: the others call recv_from, by whatever number they know the sender.
 TEST(Objects, ABroadcastIsReceivedByRecvFrom) {
   on_four_ranks([] {
     if (dp_rank() == 1) {
@@ -219,7 +219,7 @@ TEST(Objects, ABroadcastIsReceivedByRecvFrom) {
   });
 }
 
-// A group of one has nobody to send to, and a rank may send to itself.
+// A group of one has no other rank to send to, and a rank may send to itself.
 TEST(Objects, Alone) {
   run_as_threads(1, Config(), [] {
     EXPECT_EQ(broadcast(std::string("x"), CommGroup::kDp, 0), "x");

@@ -33,7 +33,7 @@ struct Layout {
   int stages;
   int replicas;
   bool sharded;
-  int degree = 1;  // of sharded data parallelism
+  int degree = 1;  // degree of sharded data parallelism
 
   int ranks() const { return stages * replicas; }
 };
@@ -43,7 +43,7 @@ std::ostream& operator<<(std::ostream& out, const Layout& layout) {
              << (layout.sharded ? ", sharded" : "") << ", degree " << layout.degree;
 }
 
-constexpr int kMicrobatches = 4, kShards = 4;  // of a step, whatever the layout
+constexpr int kMicrobatches = 4, kShards = 4;  // numbers of a step, whatever the layout
 
 Config config_of(const Layout& layout) {
   return stages(layout.stages)
@@ -63,7 +63,7 @@ torch::Tensor batch_of_step(int step) {
   return torch::randn({2 * kMicrobatches, 13});
 }
 
-/// What a run leaves.
+/// The state that a run leaves.
 struct Saved {
   Named model;
   OptimizerState optimizer;
@@ -104,7 +104,7 @@ torch::OrderedDict<std::string, torch::Tensor> to_dict(const Named& named) {
   return dict;
 }
 
-/// When a run takes what another has left.
+/// When a run takes the state that another has left.
 enum class When { kNever, kBeforeTheFirstStep, kLater };
 
 /// Calls `at_the_end(model, optimizer)` on each rank after steps `first` to `last` - 1.
@@ -165,7 +165,7 @@ const std::vector<Layout> kLayouts{{1, 1, false}, {2, 1, false},    {3, 1, false
                                    {2, 2, false}, {1, 2, true},     {2, 2, true},
                                    {1, 4, true},  {1, 2, false, 2}, {1, 4, false, 2}};
 
-/// As one plain process has it, in every layout.
+/// The state is that of one plain process, in every layout.
 TEST(OptimizerState, FullIsThatOfOneProcess) {
   const auto adam = train_plain_net(kAdam, 2);
   const auto sgd = train_plain_net(kSgd, 2);
@@ -201,7 +201,7 @@ TEST(OptimizerState, FullMovesBetweenLayouts) {
   expect_moves(kLamb, kLayouts);
 }
 
-/// What ranks own is a part of the whole, and goes back to where it was.
+/// The states that ranks own are a part of the whole, and go back to where they were.
 TEST(OptimizerState, LocalIsOfTheRanksParameters) {
   const auto expected = train_plain_net(kAdam, 2).optimizer;
   for (const auto& layout : kLayouts) {

@@ -197,7 +197,7 @@ TEST(DistributedOptimizer, GradientsDroppedThroughTheBase) {
   }
 }
 
-/// What runs an optimizer refers to it, so it stays where it is.
+/// The library refers to a running optimizer, so it stays where it is.
 using Distributed = DistributedOptimizer<to::AdamW>;
 static_assert(!std::is_copy_constructible_v<Distributed>);
 static_assert(!std::is_move_constructible_v<Distributed>);

@@ -74,8 +74,8 @@ torch::Tensor loss_of(const torch::Tensor& prediction, const torch::Tensor& y, d
 }
 
 struct Trace {
-  std::vector<Tensors> losses;  // by step; by microbatch
-  Tensors evaluations;          // by step
+  std::vector<Tensors> losses;  // losses by step; by microbatch
+  Tensors evaluations;          // evaluations by step
   Named weights;
 };
 

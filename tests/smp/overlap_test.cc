@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Gradients are reduced while the backward goes on: reductions are held up until it has gone on,
-// and it until one has begun, so what a test says does not depend on time.
+// and it until one has begun, so the result of a test does not depend on time.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -29,8 +29,8 @@ namespace {
 constexpr int kSteps = 5, kFirstWatched = 2;  // those that a timeline records
 constexpr int64_t kWide = 8;
 
-/// Of a rank: holds the last backward of a step at the gate until a reduction has begun, and
-/// reductions until that backward is past the gate.
+/// The watch of a rank: holds the last backward of a step at the gate until a reduction has begun,
+/// and reductions until that backward is past the gate.
 class Watch {
  public:
   explicit Watch(std::chrono::milliseconds patience) : patience_(patience) {}
@@ -69,14 +69,14 @@ class Watch {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool armed_ = false, began_ = false, went_on_ = false;
-  int passes_ = 0, passes_of_step_ = 0;  // of this step so far, and in all of one
+  int passes_ = 0, passes_of_step_ = 0;  // passes of this step so far, and of a whole one
   int reductions_ = 0;
   std::string problem_;
 };
 
 thread_local Watch* watch_of_rank = nullptr;
 
-/// What it was given; its backward passes the gate.
+/// Returns its argument; its backward passes the gate.
 struct GateFunction : torch::autograd::Function<GateFunction> {
   static torch::Tensor forward(torch::autograd::AutogradContext* /*context*/, torch::Tensor x) {
     return x * 1;
@@ -125,10 +125,10 @@ struct Trained {
   bool tensor_parallel = false;
 };
 
-/// What that leaves behind.
+/// The results of a run.
 struct Result {
   Named weights;
-  std::vector<std::string> problems;  // by rank
+  std::vector<std::string> problems;  // problems by rank
   std::vector<int> reductions;        // in watched steps, by rank
 };
 
@@ -281,7 +281,7 @@ constexpr int kReplicas = 4, kWeights = 32;
 constexpr int64_t kWeightBytes = 64 << 10, kBytes = kWeights * kWeightBytes;
 
 struct Bytes {
-  int64_t between = 0;  // of sums and gradients, after a step
+  int64_t between = 0;  // bytes of sums and gradients, after a step
   int64_t peak = 0;     // in a step that begins without gradients
 };
 

@@ -24,7 +24,7 @@ using Named = std::map<std::string, torch::Tensor>;
 struct Layout {
   int stages;
   int replicas;
-  int microbatches;  // of one replica
+  int microbatches;  // microbatches of one replica
   std::string pipeline;
   bool fusion = false;  // gradient_accumulation_fusion
   int steps = 3;
@@ -44,11 +44,11 @@ inline std::ostream& operator<<(std::ostream& out, const Layout& layout) {
              << (layout.placement == "cluster" ? "" : ", " + layout.placement);
 }
 
-/// What a run leaves behind, to be compared bit for bit.
+/// The results of a run, to be compared bit for bit.
 struct Trace {
-  std::vector<Tensors> losses;   // by step; by global microbatch
-  std::vector<Named> gradients;  // by step
-  Tensors evaluations;           // by step; of replica 0
+  std::vector<Tensors> losses;   // losses by step; by global microbatch
+  std::vector<Named> gradients;  // gradients by step
+  Tensors evaluations;           // evaluations by step; of replica 0
   Named weights;
 };
 
@@ -180,8 +180,8 @@ struct HasCriterion : std::false_type {};
 template <class Net>
 struct HasCriterion<Net, std::void_t<decltype(&Net::ContainedType::criterion)>> : std::true_type {};
 
-/// As a user's step function computes it: a criterion of what the wrapped model gives, where the
-/// net has one; else a method of the module.
+/// Computes the loss like a user's step function: a criterion of the wrapped model's result, where
+/// the net has one; else a method of the module.
 template <class Net>
 torch::Tensor loss_of(DistributedModel<Net>& model, torch::Tensor x, torch::Tensor y) {
   if constexpr (HasCriterion<Net>::value) {
@@ -269,7 +269,7 @@ Trace run_distributed(const std::function<Net()>& make, const Options& options,
   return trace;
 }
 
-/// Trains both ways and compares losses, gradients, evaluations and what the models end with.
+/// Trains both ways and compares losses, gradients, evaluations and the final models.
 template <class Net, class Optimizer, class Options>
 void check(const Layout& layout, const std::function<Net()>& make, const Options& options,
            const RunRanks& run_ranks = run_as_threads) {

@@ -137,7 +137,7 @@ std::vector<Layout> layouts() {
   return result;
 }
 
-/// Of all models over all layouts.
+/// Trainings of all models over all layouts.
 std::vector<Training> trainings() {
   std::vector<Training> product;
   for (const char* name : {"Gpt", "TiedGpt", "ConvNet", "ConvNetWithAdam"}) {

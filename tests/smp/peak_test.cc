@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank allocates at most in a step is what was predicted for its schedule.
+// The most that a rank allocates in a step is the amount predicted for its schedule.
 
 #include <ATen/Parallel.h>
 
@@ -36,14 +36,14 @@ struct LayersImpl : torch::nn::Module {
 };
 TORCH_MODULE(Layers);
 
-/// By rank, in bytes.
+/// Peaks of each rank, in bytes.
 struct Peaks {
   std::vector<double> measured = std::vector<double>(kRanks);
   std::vector<double> sums = std::vector<double>(kRanks);
   std::vector<double> predicted;  // without the sums
 };
 
-/// What is predicted of the program that runs: as `Program` does it.
+/// The peaks predicted of the program that runs: as `Program` does it.
 std::vector<double> predicted_peaks(const runtime::Runtime& runtime) {
   const auto& config = runtime.config();
   const auto step = runtime::plan_step(
@@ -68,7 +68,7 @@ Peaks peaks_of(const Config& config) {
     });
     train(x);  // captures
     train(x);
-    // `.grad` stays, so a step allocates the sums of gradients and what it keeps for backwards.
+    // `.grad` stays, so a step allocates the sums of gradients and the memory kept for backwards.
     const graph::Allocations allocations;
     train(x);
     const std::lock_guard<std::mutex> lock(mutex);

@@ -74,7 +74,7 @@ inline std::vector<Layout> layouts() {
           {1, 2, "simple", false, 2}};
 }
 
-/// Embeds what it gets, normalises, and has dropout and a parameter that nothing uses.
+/// Embeds its inputs, normalises, and has dropout and a parameter that nothing uses.
 struct NetImpl : torch::nn::Module {
   NetImpl()
       : in(register_module("in", torch::nn::Linear(kInputs, kWidth))),
@@ -126,14 +126,14 @@ inline std::pair<torch::Tensor, torch::Tensor> batch_of(int step, double spike =
   return {x, y};
 }
 
-/// What a run leaves behind.
+/// The results of a run.
 struct Trace {
-  Tensors losses;              // by step and microbatch
+  Tensors losses;              // losses by step and microbatch
   Named weights;               // the model's
-  Named masters;               // by parameter, if any
+  Named masters;               // masters by parameter, if any
   std::vector<double> scales;  // after each step
-  std::vector<bool> skipped;   // by step
-  std::vector<double> norms;   // by step, if gradients are clipped
+  std::vector<bool> skipped;   // whether each step was skipped
+  std::vector<double> norms;   // norms by step, if gradients are clipped
 };
 
 inline void expect_same(const Trace& got, const Trace& expected) {
@@ -153,7 +153,7 @@ inline int count_skipped(const Trace& trace) {
 }
 
 /// The gradients of one plain step: of the scaled losses of all microbatches, added in float32 in
-/// the order of docs/architecture.md, divided once. `loss(m)` is what is differentiated.
+/// the order of docs/architecture.md, divided once. `loss(m)` is differentiated.
 inline Tensors plain_gradients(const Tensors& parameters,
                                const std::function<torch::Tensor(int)>& loss) {
   constexpr int kOfShard = Layout::kMicrobatches / Layout::kShards;

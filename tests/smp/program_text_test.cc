@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank says that it does in a step.
+// The text of a rank about its work in a step.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

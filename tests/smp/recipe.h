@@ -19,7 +19,7 @@
 /// parts with checkpoints in between, and in one plain process.
 namespace smp::testing::precision {
 
-/// Of the parameters.
+/// The precision of the parameters.
 struct Precision {
   torch::Dtype type;
   double spike;  // overflows it
@@ -40,7 +40,7 @@ struct Recipe {
   std::function<std::unique_ptr<torch::optim::Optimizer>(const Tensors& parameters)> optimizer;
   LossScaleOptions scale = {};
   bool overflows = false;
-  double max_norm = 0;  // to which gradients are clipped, if not 0
+  double max_norm = 0;  // norm to which gradients are clipped, if not 0
   double norm_type = 2;
 
   double spike() const { return overflows ? precision.spike : 1; }
@@ -225,7 +225,7 @@ inline Trace train_ranks(const Layout& layout, const Recipe& recipe, const Span&
   return trace;
 }
 
-/// What one run would have left, of two that follow each other.
+/// Joins the traces of two runs, one after the other, to that of a single run.
 inline Trace joined(Trace first, const Trace& second) {
   for (size_t i = 0; i < first.losses.size(); ++i) {
     if (!first.losses[i].defined()) first.losses[i] = second.losses[i];

@@ -39,8 +39,8 @@ Config config_of(int stages, int replicas) {
       .replay_check(1);
 }
 
-/// Trains a small GPT, without dropout, for at most `steps`; `before` is called before each, from
-/// 1 on, with the model. Returns what each rank threw, by world rank.
+/// Trains a small GPT, without dropout, for at most `steps`; `before` is called before each, from 1
+/// on, with the model. Returns the error of each rank, by world rank.
 std::map<int, std::string> train(
     int ranks, const Config& config, int steps,
     const std::function<void(int step, DistributedModel<TinyGpt>& model)>& before) {

@@ -126,7 +126,7 @@ INSTANTIATE_TEST_SUITE_P(Each, Resume, ::testing::ValuesIn(cases()), [](const au
          info.param.change.name;
 });
 
-/// What is stored in float32 becomes masters, and masters become weights, without rounding; the
+/// Weights stored in float32 become masters, and masters become weights, without rounding; the
 /// optimizer's state goes on.
 TEST(ResumeInAnotherPrecision, IsAsInOneProcess) {
   torch::set_num_threads(1);

@@ -17,7 +17,7 @@ namespace smp::testing {
 /// goes on with one: parameters and buffers are those of plain libtorch, which it returns.
 template <class Net, class Optimizer, class Options>
 Net expect_goes_on_from_a_checkpoint(const Options& options) {
-  constexpr int kSteps = 4, kMicrobatches = 2;  // as `stages` has them
+  constexpr int kSteps = 4, kMicrobatches = 2;  // the numbers of `stages`
   torch::set_num_threads(1);
   torch::manual_seed(23);
   std::vector<Tensors> batches;

@@ -24,7 +24,7 @@ class SaveAsync : public SavedRunTest {
   static void expect_same_checkpoints(const std::string& a, const std::string& b) {
     checkpoint::Reader left(a), right(b);
     EXPECT_TRUE(left.find_damage(checkpoint::Reader::Section::kAll).empty());
-    EXPECT_EQ(left.index().to_text(), right.index().to_text());  // with the hashes of all tensors
+    EXPECT_EQ(left.index().to_text(), right.index().to_text());  // hold all tensors' hashes
   }
 };
 
@@ -94,7 +94,7 @@ TEST_F(SaveAsync, NextSaveWaitsAndLoadDoesToo) {
   EXPECT_TRUE(checkpoint::Reader(path("b")).find_damage(checkpoint::Reader::Section::kAll).empty());
 }
 
-/// Who is at work is not taken for one that is stopped.
+/// A rank at work is not taken for one that is stopped.
 TEST_F(SaveAsync, RanksMayWriteForLongerThanTheTimeOut) {
   comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
     world->set_timeout(std::chrono::seconds(2));
@@ -106,7 +106,7 @@ TEST_F(SaveAsync, RanksMayWriteForLongerThanTheTimeOut) {
   });
 }
 
-/// What cannot even begin is an error of the call.
+/// A save that cannot even begin is an error of the call.
 TEST_F(SaveAsync, CannotBeginWhereThereIsAFile) {
   Texts texts;
   std::ofstream(path("file")) << "in the way";

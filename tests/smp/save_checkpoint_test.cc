@@ -118,7 +118,7 @@ TEST_F(SaveCheckpoint, ResumesFromOneOrBeginsAnew) {
     barrier();
     if (rank() == 0) fs::remove(path("runs/newest"));
     barrier();
-    // Training from nothing would replace what is there.
+    // Training from nothing would replace the old one.
     EXPECT_THROW(resume(), CheckpointError);
     barrier();
     if (rank() == 0) std::ofstream(path("runs/a_partial/index.json")) << "damaged";
@@ -390,8 +390,9 @@ TEST_F(SaveCheckpoint, RanksGiveTheSameArguments) {
     });
   });
   const std::string text = texts.one_with("ranks save different checkpoints: rank 0 calls ");
-  EXPECT_THAT(text,
-              HasSubstr("rank1_partial, 0 optimizers. Give the same arguments on every rank"));
+  EXPECT_THAT(
+      text,
+      HasSubstr("rank1_partial, 1 models, 0 optimizers. Give the same arguments on every rank"));
   EXPECT_THAT(texts.one_with("expected num_kept_partial_checkpoints of at least 1, got 0"),
               HasSubstr("Leave it out to keep all"));
 }

@@ -128,7 +128,7 @@ TEST_F(ScheduleChoice, ATimelineShowsEveryComputeOfThreeSteps) {
   const auto events = nlohmann::json::parse(trace).at("traceEvents");
   std::map<std::string, int> computes;
   for (const auto& event : events) {
-    const bool measured = event.at("pid") == 0;  // process 1 is what was predicted
+    const bool measured = event.at("pid") == 0;  // process 1 is the prediction
     if (!measured || event.at("ph") != "X") continue;
     ++computes[event.at("name").get<std::string>().substr(0, 2)];
   }

@@ -34,7 +34,7 @@ RankedSchedule named(const std::string& name, const ScheduleOptions& options) {
   return {name, schedule, pipeline::simulate(schedule, options.edges(), options.costs())};
 }
 
-/// Three steps of the trial's schedule as they would go if stages took what `truth` says, the
+/// Three steps of the trial's schedule as they would go if stages took the times of `truth`, the
 /// second one `pace` times as long and the others longer and shorter than that.
 Timeline recorded(const ScheduleTrial& trial, const ScheduleOptions& options,
                   const StageCosts& truth, double pace = 1) {
@@ -72,7 +72,7 @@ bool splits(const pipeline::Schedule& schedule) {
   return false;
 }
 
-/// Halves as the partitioner guesses them, and what a split costs if both have to compute much
+/// Halves as the partitioner guesses them, and the cost of a split if both have to compute much
 /// twice.
 StageCosts cheap_split(int stages = 4) {
   auto costs = StageCosts::uniform(stages, 100, 100, 100);
@@ -113,7 +113,7 @@ TEST(ScheduleTrial, StaysWhereThePredictionWasRight) {
 }
 
 TEST(ScheduleTrial, AChangeMustBeWorthIt) {
-  // With F = I = W, 1f1b is idle for 2 units more than zb_h1 has to be.
+  // A step of 1f1b is idle for 2 units more than zb_h1 has to be, if F = I = W.
   for (const int microbatches : {10, 200}) {
     const auto options = options_for(2, microbatches, cheap_split(2));
     ScheduleTrial trial(options, named("1f1b", options));

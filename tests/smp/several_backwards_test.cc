@@ -65,7 +65,7 @@ TEST_F(SeveralBackwards, OfTwoPassesAddUp) {
   }
 }
 
-/// The second model learns from what the first gives, and the first from the second's answer.
+/// The second model learns from the first's outputs, and the first from the second's answer.
 TEST_F(SeveralBackwards, OfTwoModelsThatPlayAgainstEachOther) {
   const auto play = [](auto& generator, auto& judge, const torch::Tensor& x, const auto& backward) {
     const auto fake = generator(x);

@@ -54,7 +54,7 @@ void expect_resumes(const Recipe& recipe, const std::function<std::string(int)>&
   }
   Training whole = laid_out(1, 1, false);
   whole.last_step = static_cast<int>(runs.size());
-  whole.save = path(100);  // as the others: without a scheduler
+  whole.save = path(100);  // without a scheduler, like the others
   expect_equal(got, train_ranks(whole, recipe), "value");
 }
 

@@ -8,7 +8,7 @@
 #include "smp/optim/uses_tensor_norms.h"
 #include "tests/smp/sharded_state.h"
 
-// What programs do with optimizers under `shard_optimizer_state`: as without, or an error.
+// Programs with optimizers under `shard_optimizer_state`: the same as without, or an error.
 namespace smp {
 namespace {
 
@@ -214,7 +214,7 @@ TEST(ShardedOptimizer, AnOptimizerOfYourOwnThatAsksForNorms) {
   });
 }
 
-/// What a program on two sharded replicas ends with.
+/// The error that ends a program on two sharded replicas.
 std::string error_of_program(
     const std::function<void(DistributedModel<Mlp>&, const std::function<torch::Tensor()>&)>&
         loop) {
@@ -235,7 +235,7 @@ TEST(ShardedOptimizerErrors, OptimizersThatNeedWholeParameters) {
 }
 
 TEST(ShardedOptimizerErrors, GradientsWithoutNumbers) {
-  // Whoever reads them gets an error, instead of numbers that are not there.
+  // Reading them is an error, since the numbers are not there.
   const auto clipped = error_of_program([](DistributedModel<Mlp>& model, const auto& train) {
     train();
     torch::nn::utils::clip_grad_norm_(model->local_parameters(), 1.0);

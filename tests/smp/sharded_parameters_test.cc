@@ -22,7 +22,7 @@
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
 
-// Sharded data parallelism: the bits of one process, and what a rank holds meanwhile.
+// Sharded data parallelism: the bits of one process, and the memory of a rank meanwhile.
 namespace smp {
 namespace {
 
@@ -63,7 +63,7 @@ parity::Layout layout_of(const Sharded& run) {
   return {1, run.replicas, run.microbatches, "interleaved", false, run.steps};
 }
 
-/// What a rank holds of its parameters, in elements.
+/// Elements of the parameters that a rank holds.
 int64_t held_elements(const torch::nn::Module& module) {
   int64_t count = 0;
   for (const auto& parameter : unique_parameters(module)) {
@@ -78,7 +78,7 @@ int64_t held_elements(const torch::nn::Module& module) {
 /// How the test looks at a rank after each step.
 template <class Net>
 using Watch = std::function<void(DistributedModel<Net>& model, int step)>;
-/// What it does with its module before the first.
+/// Prepares the module before the first step.
 template <class Net>
 using Prepare = std::function<void(Net& net)>;
 
@@ -148,7 +148,7 @@ void check(const std::function<Net()>& make, const Options& options, const Shard
   const auto batches = parity::make_batches<Net>(layout);
   auto plain = parity::run_plain<Net, Optimizer>(make, options, layout, batches);
   auto sharded = run_sharded<Net, Optimizer>(make, options, run, batches, watch, prepare);
-  // Gradients of shards are compared by what optimizers make of them.
+  // Gradients of shards are compared by the optimizers' results.
   sharded.gradients = plain.gradients;
   parity::expect_same(sharded, plain);
 }
@@ -261,7 +261,7 @@ TEST(ShardedParameters, AreReadByLeafModules) {
   check<LeafNet, torch::optim::SGD>([] { return LeafNet(); }, kSgd, {2, 2, 2, 0, 100});
 }
 
-/// Between steps a rank has its shards and what is not divided, and no gradient of a whole
+/// Between steps a rank has its shards and undivided parameters, and no gradient of a whole
 /// parameter.
 TEST(ShardedParameters, AreHeldInParts) {
   int64_t whole = 0, small = 0;

@@ -17,12 +17,12 @@
 /// Training with `shard_optimizer_state`, without it, and in one plain libtorch process.
 namespace smp::testing {
 
-/// How the ranks are laid out, and what they train.
+/// How the ranks are laid out, and their training.
 struct Training {
   int stages = 1;
   int replicas = 2;
   bool sharded = true;
-  int microbatches = 2;  ///< of a replica
+  int microbatches = 2;  ///< microbatches of a replica
   int gradient_shards = 0;
   int first_step = 0, last_step = 4;
   std::string load = {}, save = {};  ///< checkpoints, if any

@@ -44,7 +44,7 @@ TEST(ShardedState, Adagrad) { expect_as_plain(kAdagrad); }
 TEST(ShardedState, RmsProp) { expect_as_plain(kRmsProp); }
 TEST(ShardedState, Adadelta) { expect_as_plain(kAdadelta); }
 
-/// With the same shards any number of replicas has the same bits.
+/// Any number of replicas has the same bits if the shards are the same.
 TEST(ShardedState, GradientShards) {
   const auto expected = train_plain(kAdam, 6, 2, 4);
   for (Training run : {Training{1, 1}, Training{1, 2}, Training{1, 3}, Training{2, 3}}) {
@@ -77,7 +77,7 @@ int64_t state_elements(const to::Adam& optimizer) {
   return count;
 }
 
-/// By replica, after a step of Adam on a model of some size.
+/// State of each replica, after a step of Adam on a model of some size.
 std::vector<int64_t> state_of_replicas(int replicas, bool sharded) {
   std::vector<int64_t> elements(replicas);
   torch::set_num_threads(1);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step function returns, on the ranks of a pipeline.
+// The outputs of a step function on the ranks of a pipeline.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

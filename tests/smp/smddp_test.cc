@@ -39,7 +39,7 @@ at::Tensor sum_of_all() {
 
 class Smddp : public ::testing::Test {
  protected:
-  /// All tests of the process share what can be initialised once.
+  /// All tests of the process share the world, which can be initialised once.
   static void SetUpTestSuite() {
     EXPECT_FALSE(smddp::is_initialized());
     EXPECT_THAT(
@@ -129,7 +129,8 @@ TEST_F(Smddp, TrainsReplicas) {
   DistributedDataParallel<torch::nn::Linear> model(net, DDPOptions().process_group(group));
   const auto all_weights = group.all_gather(net->weight).unbind();
   model(of_rank(rank)).sum().backward();
-  // Of the sum of all outputs: each row of the weight gets the sum of the inputs.
+  // The gradient is that of the sum of all outputs: each row of the weight gets the sum of the
+  // inputs.
   const at::Tensor mean = sum_of_all() / size;
   EXPECT_TRUE(at::allclose(net->weight.grad(), mean.sum(0).expand({3, 2})));
   for (const at::Tensor& each : all_weights) EXPECT_TRUE(at::equal(each, net->weight));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a job says of ranks that wait for long.
+// The words of a job about ranks that wait for long.
 
 #include <gtest/gtest.h>
 #include <sys/syscall.h>
@@ -52,8 +52,8 @@ bool sleeps(long thread) {
   return text.compare(text.rfind(')') + 2, 1, "S") == 0;
 }
 
-/// From where the warning begins that names `cause` to its end, without what differs from run to
-/// run, as most of the functions that a rank is in; empty as long as there is none.
+/// From where the warning begins that names `cause` to its end, without the parts that differ from
+/// run to run, such as most of the functions that a rank is in; empty as long as there is none.
 std::string warning_of(const std::string& text, const std::string& cause) {
   const size_t cause_at = text.find(cause);
   const size_t end = text.find(kIsIn, cause_at);
@@ -142,7 +142,7 @@ TEST(Stall, ACollectiveThatTheOtherDoesNotCall) {
             expected("smp::barrier", "2", "smp::barrier"));
 }
 
-/// As `if (rank == 0) evaluate(...)`: the error names the call.
+/// The mistake is `if (rank == 0) evaluate(...)`: the error names the call.
 TEST(Stall, AStepThatOnlyOneRankCalls) {
   const auto text =
       error_of_run<CommError>(2, Config().partitions(2).microbatches(2).timeout_seconds(2), [&] {

@@ -117,7 +117,7 @@ TEST_F(StateDict, StateDictOnTheFirstRankSendsATiedParameterOnce) {
   });
 }
 
-/// A rank gets back what it has saved of itself, in a run that is partitioned alike.
+/// A rank gets back its own saved state, in a run that is partitioned alike.
 TEST_F(StateDict, LocalStateDictsAreLoadedIntoTheSamePartition) {
   const auto config = stages(2).skip_tracing(true);
   torch::manual_seed(99);

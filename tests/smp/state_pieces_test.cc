@@ -73,7 +73,7 @@ TEST(StatePieces, ArePutTogetherAsTheyWere) {
   }
 }
 
-/// What joining ends with when replica 1 has something else.
+/// The error of joining when replica 1 has something else.
 std::string join_error(const std::function<void(OptimizerState&)>& change) {
   std::string text;
   std::mutex mutex;

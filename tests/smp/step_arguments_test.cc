@@ -14,7 +14,7 @@ struct Batch {
   torch::Tensor x, y;
 };
 
-/// Neither says what it holds.
+/// Neither describes its content.
 class Secret {
  public:
   explicit Secret(torch::Tensor tensor) : tensor_(std::move(tensor)) {}
@@ -73,7 +73,7 @@ class StepArguments : public ErrorsTest {
     }
   }
 
-  /// An argument that holds x_ and y_, which `take` finds in what the function gets: the parts of
+  /// An argument that holds x_ and y_, which `take` finds in the function's arguments: the parts of
   /// a microbatch. The caller's object stays as it is.
   template <class Argument, class Take>
   void expect_cut(const std::string& what, DistributedModel<Mlp>& model, const Argument& argument,
@@ -92,7 +92,7 @@ class StepArguments : public ErrorsTest {
     }
   }
 
-  /// A result that `make` builds of two tensors; `get` finds their outputs in what is returned.
+  /// A result that `make` builds of two tensors; `get` finds their outputs in the result.
   template <class Make, class Get>
   void expect_returned(const std::string& what, DistributedModel<Mlp>& model, const Make& make,
                        const Get& get) const {
@@ -576,7 +576,7 @@ TEST_F(StepArguments, TypesThatSayWhereTheirTensorsAre) {
   static_assert(content_of<std::function<void()>>().unknown && content_of<std::any>().unknown);
   static_assert(content_of<Tensor*>().unknown && content_of<std::unique_ptr<Tensor>>().unknown);
   static_assert(content_of<std::reference_wrapper<Tensor>>().unknown);
-  static_assert(content_of<at::TensorList>().unknown);  // as a result
+  static_assert(content_of<at::TensorList>().unknown);  // used as a result
   static_assert(content_of<StepOutput>().unknown);
   static_assert(!content_of<detail::AsArgument<at::TensorList>>().unknown);
   static_assert(detail::finds_tensors_of_argument<Whole<theirs::Secret>>());

@@ -24,7 +24,7 @@ class StepNames : public ::testing::Test {
 
   /// A program of one rank that may make other step functions around the one that trains.
   struct Program {
-    std::string name;  // of the one that trains
+    std::string name;  // name of the function that trains
     std::vector<std::string> before = {};
     std::vector<std::string> after = {};
     bool load = false;

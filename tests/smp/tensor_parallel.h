@@ -19,8 +19,8 @@
 #include "smp/nn/split_module.h"
 #include "tests/smp/oracle.h"
 
-/// What the tests of tensor parallelism share: a language model whose blocks are divided by hand,
-/// the same as plain libtorch, and runs of both.
+/// The common part of the tests of tensor parallelism: a language model whose blocks are divided by
+/// hand, the same as plain libtorch, and runs of both.
 namespace smp::testing {
 
 /// A gated feed-forward block, as plain libtorch.
@@ -141,7 +141,7 @@ inline std::ostream& operator<<(std::ostream& out, const TensorLayout& layout) {
 }
 
 constexpr int kMicrobatches = 8;
-constexpr int64_t kSamples = 2;  // of a microbatch
+constexpr int64_t kSamples = 2;  // samples of a microbatch
 
 inline Config config_of(const TensorLayout& layout) {
   return Config()

@@ -17,7 +17,7 @@ namespace {
 using namespace testing;
 
 constexpr int kReplicas = 2, kDegree = 2;
-/// Of the group of a replica: T x microbatches.
+/// Microbatches of the group of a replica: T x microbatches.
 constexpr int kOfGroup = kMicrobatches / kReplicas;
 
 struct Normalised : torch::nn::Module {
@@ -86,9 +86,9 @@ std::vector<Named> in_one_process(bool broadcast) {
   return states;
 }
 
-/// Each replica writes a buffer once for each of the T x microbatches of its group and keeps what
-/// it wrote; a checkpoint has the first one's, and so have all that load it. With
-/// `broadcast_buffers` a step begins with the first one's.
+/// Each replica writes a buffer once for each of the T x microbatches of its group and keeps its
+/// own; a checkpoint has the first one's, and so have all that load it. With `broadcast_buffers` a
+/// step begins with the first one's.
 TEST(TensorParallelBuffers, AreWrittenOnceForEachMicrobatchOfTheGroup) {
   torch::set_num_threads(1);
   const std::string file = std::string(::testing::TempDir()) + "/tensor_parallel_buffers";

@@ -78,7 +78,7 @@ class TensorParallelCheckpoint : public ::testing::Test {
     });
   }
 
-  /// What all ranks agree that they hold after `body`.
+  /// The tensors that all ranks hold after `body`, on which they agree.
   static Named outcome(const TensorLayout& layout, const std::function<void(Rank&)>& body,
                        uint64_t seed = 5, const Change& change = unchanged) {
     Named result;
@@ -174,7 +174,7 @@ TEST_F(TensorParallelCheckpoint, KeepsEveryBit) {
   });
 }
 
-/// Of divided parameters, and whole ones, each replica writes some.
+/// Each replica writes some of the divided parameters, and of the whole ones.
 TEST_F(TensorParallelCheckpoint, ACopyInMemoryKeepsEveryBit) {
   const RecoveryInMemory memory;
   for (const bool shards_states : {false, true}) {
@@ -203,7 +203,7 @@ TEST_F(TensorParallelCheckpoint, ACopyInMemoryKeepsEveryBit) {
   }
 }
 
-/// A layout, and how replicas divide what a rank has.
+/// A layout, and the replicas' division of a rank's tensors.
 struct Division {
   TensorLayout layout;
   Change change;
@@ -422,7 +422,7 @@ TEST_F(TensorParallelCheckpoint, OptimizerStatesGoIntoOtherDegrees) {
     EXPECT_EQ(local.params.at("block1.down").tensors.at("exp_avg").sizes(),
               (std::vector<int64_t>{8, 4}));
     const auto before = everything(rank);
-    rank.optimizer.load_state_dict(local);  // of this rank
+    rank.optimizer.load_state_dict(local);  // the state of this rank
     expect_equal(everything(rank), before, "value after the local one");
     const std::lock_guard lock(mutex);
     whole = state;

@@ -24,8 +24,8 @@ using namespace testing::precision;
 
 constexpr int kDegree = 2;
 
-/// As `train_ranks`, on ranks that divide the layers. Masters are whole, as the optimizer's state
-/// dictionary has them.
+/// Trains as `train_ranks` does, on ranks that divide the layers. Masters are whole, as the
+/// optimizer's state dictionary has them.
 Trace train_divided(
     int stages, const Recipe& recipe, int replicas = 1,
     const std::function<Config(Config)>& change = [](Config config) { return config; }) {
@@ -36,7 +36,7 @@ Trace train_divided(
   std::vector<Net> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
   std::set<std::string> divided;
-  std::map<std::string, torch::Tensor> local_masters;  // of whole parameters
+  std::map<std::string, torch::Tensor> local_masters;  // masters of whole parameters
   const auto config = testing::stages(stages)
                           .tensor_parallel_degree(kDegree)
                           .ddp(true)

@@ -20,7 +20,7 @@
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_transformer.h"
 
-// What a rank holds, keeps and sends where layers are divided, against the formulas of
+// The memory and the messages of a rank where layers are divided, against the formulas of
 // docs/tensor_parallelism.md.
 namespace smp {
 namespace {
@@ -76,8 +76,8 @@ struct ModuleDecoder : torch::nn::Module {
 
 void mark_nothing(ModuleDecoder&) {}
 
-/// Trains a decoder of float32 on each rank of a layout. `with` gets the model and what runs one
-/// step.
+/// Trains a decoder of float32 on each rank of a layout. `with` gets the model and a function that
+/// runs one step.
 template <class Net>
 void train_decoder(const TensorLayout& layout, const DecoderSizes& sizes, int microbatches,
                    const std::string& pipeline, const std::string& optimize,
@@ -100,8 +100,8 @@ void train_decoder(const TensorLayout& layout, const DecoderSizes& sizes, int mi
   });
 }
 
-/// Rows of queries, keys, values, hidden channels and vocabulary, and columns of what comes after.
-/// (Positions are divided if the embeddings that they are added to are divided by columns.)
+/// Rows of queries, keys, values, hidden channels and vocabulary, and columns of the layers after
+/// them. (Positions are divided if the embeddings that they are added to are divided by columns.)
 bool must_be_divided(const std::string& name) {
   static const std::set<std::string> ends = {"qkv.weight",  "qkv.bias",     "projection.weight",
                                              "up.weight",   "up.bias",      "down.weight",
@@ -195,8 +195,8 @@ double peak_of_a_step(int degree, const DecoderSizes& sizes, int microbatches,
   return peak;
 }
 
-/// What a layer keeps of a microbatch from its forward to its backward, by what one more microbatch
-/// adds to the peak and one more layer to that.
+/// The bytes that a layer keeps of a microbatch from its forward to its backward, measured as the
+/// increase of the peak by one more microbatch, and of that increase by one more layer.
 template <class Net>
 double kept_by_a_layer(int degree, const DecoderSizes& sizes, const std::string& optimize,
                        const std::function<void(Net&)>& mark) {
@@ -222,7 +222,7 @@ void expect_within_a_tenth(int degree, double measured, double expected) {
 double kept_by_formula(int degree, const DecoderSizes& sizes, bool in_parts) {
   const auto tokens = static_cast<double>(sizes.samples * sizes.length);
   const auto width = static_cast<double>(sizes.width), heads = static_cast<double>(sizes.heads);
-  const double statistics = 4;  // of norms
+  const double statistics = 4;  // bytes of norms
   const double between = (4 * width + statistics) / (in_parts ? degree : 1);
   // And a sum for each head.
   return sizeof(float) * tokens * (between + ((3 + 1 + 4 + 4) * width + heads) / degree);
@@ -249,7 +249,7 @@ TEST(TensorParallelActivations, OfSlicedStatesAreThoseOfTheFormulaWithinATenth) 
   }
 }
 
-/// What a rank gives to its group in one step, the second one.
+/// The elements that a rank gives to its group in one step, the second one.
 struct Sent {
   int64_t elements = 0;
   std::map<std::string, int64_t> calls;
@@ -298,7 +298,7 @@ TEST(TensorParallelTraffic, IsFourSumsOfALayerAndMicrobatch) {
   }
 }
 
-/// With states that are sliced, in every layer and microbatch: forward, two gathers and two
+/// Sliced states cause these messages in every layer and microbatch: forward, two gathers and two
 /// reductions of [samples, length, width]; backward their reverse and the two gathers again; and
 /// the sums of the gradients of two norms and of two biases. Besides these: the sum of embeddings
 /// and the gather of its gradient; the last norm; the head's gather, forward and backward, and its
@@ -328,9 +328,10 @@ TEST(TensorParallelTraffic, OfSlicedStatesIsThatOfTheFormula) {
   }
 }
 
-/// Of [samples, length, width], forward two sums to parts and two gathers in every layer; backward
-/// the same, and both gathers again; and sums of the gradients of norms' parameters and of biases
-/// that are added to parts. What a further layer sends: at the ends of the stream there is more.
+/// Messages are parts of [samples, length, width]: forward two sums to parts and two gathers in
+/// every layer; backward the same, and both gathers again; and sums of the gradients of norms'
+/// parameters and of biases that are added to parts. The difference is that of a further layer: at
+/// the ends of the stream there is more.
 TEST(TensorParallelTraffic, IsOfPartsBetweenDividedLayers) {
   DecoderSizes one{/*layers=*/1, /*samples=*/4};
   DecoderSizes three = one;
@@ -351,7 +352,7 @@ TEST(TensorParallelTraffic, IsOfPartsBetweenDividedLayers) {
       EXPECT_EQ(calls, (std::map<std::string, int64_t>{{"reduce_scatter", 4 * layers},
                                                        {"all_gather", 6 * layers},
                                                        {"all_reduce", 6 * layers}}));
-      // What a rank gives: all of it to a sum to parts, its part to a gather.
+      // A rank gives all of it to a sum to parts, and its part to a gather.
       const int64_t of_layer = 4 * states + 6 * states / degree + 6 * one.width;
       EXPECT_EQ(more.elements - less.elements, layers * of_layer);
     }
@@ -396,7 +397,7 @@ struct WithoutRule : OwnOperator {
   WithoutRule() : OwnOperator("tensor_parallel_test::unknown_gate") {}
 };
 
-/// Trains as one process does; returns what is called in the group in one step.
+/// Trains as one process does; returns the group's calls in one step.
 template <class Net>
 std::set<std::string> check_own_operator() {
   const TensorLayout layout{2, 1, 1, true};

@@ -77,7 +77,7 @@ struct Vit : torch::nn::Module {
   torch::nn::Linear head{nullptr};
 };
 
-/// Two levels down, two up; what goes down skips to the level that comes up.
+/// Two levels down, two up; outputs on the way down skip to the level on the way up.
 struct Skips : torch::nn::Module {
   Skips() {
     const auto layer = [&](const char* name, int64_t from, int64_t to) {
@@ -257,7 +257,8 @@ void expect_divided(const Outcome& got) {
   for (const auto& name : Net::must_be_divided()) EXPECT_EQ(got.divided.count(name), 1u) << name;
 }
 
-/// As in one process, and the same in a second run (of "speed", too: tensor_parallel_rewrite_test).
+/// The results are those of one process, and the same in a second run (of "speed", too:
+/// tensor_parallel_rewrite_test).
 template <class Net>
 void check(const TensorLayout& layout) {
   const auto expected = run_plain<Net>();
@@ -320,7 +321,7 @@ TEST(TensorParallelCheckpointing, ChangesNothing) {
 }
 
 /// Forwards and backwards in other orders, and backwards in two halves, of which the second gathers
-/// what the first one does not need.
+/// weights that the first one does not need.
 TEST(TensorParallelSchedules, ChangeNothing) {
   const TensorLayout layout{2, 2};
   const auto expected = run_marked<Gpt>(layout);
@@ -334,7 +335,7 @@ TEST(TensorParallelSchedules, ChangeNothing) {
   }
 }
 
-/// What a rank is given by a step and by clipping.
+/// The results of a step and of clipping for a rank.
 struct Results {
   Tensors losses, predictions;
   torch::Tensor mean;

@@ -192,7 +192,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelModules,
                                            TensorLayout{4, 1, 2, true},
                                            TensorLayout{2, 2, 2, true}));
 
-/// A layout, what the configuration favours, and whether layers run again in the backward pass.
+/// A layout, the configuration's preference, and whether layers run again in the backward pass.
 using GptCase = std::tuple<TensorLayout, std::string, bool>;
 
 class TensorParallelGpt : public ::testing::TestWithParam<GptCase> {};
@@ -295,7 +295,7 @@ TEST(DividedModules, AreGivenOneBatchOutsideAStep) {
               "same"});
 }
 
-/// What was divided by rewriting knows nothing of the other ranks.
+/// Modules that were divided by rewriting know nothing of the other ranks.
 TEST(DividedModules, AreTheOnlyOnesThatMayBeCalledInParts) {
   const TensorLayout layout{2};
   const auto text = error_of_run<UsageError>(2, config_of(layout), [&] {

@@ -100,7 +100,7 @@ TEST(TensorParallelOptions, OfResidualsAreRefusedWhereTheyWouldBeLost) {
               "divided among the 2 ranks"});
 }
 
-/// Trained in bfloat16: what the numbers are is tested by //tests/nn/rewrite.
+/// Trained in bfloat16: the numbers are tested by //tests/nn/rewrite.
 TEST(TensorParallelOptions, ChangeWhatTheModelComputes) {
   const auto run = [](const TensorLayout& layout, const Options& options) {
     return run_on_ranks<Gpt>(layout, [&](Gpt& net) {

@@ -7,7 +7,7 @@
 
 #include "tests/smp/tensor_parallel.h"
 
-// What does not go together with tensor parallelism, and what is wrong with it: the texts.
+// Settings that do not go together with tensor parallelism, and mistakes in its use: the texts.
 namespace smp {
 namespace {
 
@@ -47,11 +47,11 @@ TEST(TensorParallelRefusal, BatchesInAnotherOrderInMemory) {
                     "Long[4, 5] with strides [1, 4]. Give them"});
 }
 
-/// What is whole is computed by all ranks, each for itself, and must not drift apart.
+/// Whole layers are computed by all ranks, each for itself, and must not drift apart.
 TEST(TensorParallelRefusal, OtherNumbersOfThreads) {
   const int before = at::get_num_threads();
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
-    at::get_num_threads();  // a thread's first call takes over what any thread has set
+    at::get_num_threads();  // a thread's first call takes over the number set by any thread
     at::set_num_threads(1 + tp_rank());
     const auto ids = torch::zeros({4, 5}, torch::kLong);
     evaluate(ids, ids);

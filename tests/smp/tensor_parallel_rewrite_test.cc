@@ -15,7 +15,7 @@
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_sharding.h"
 
-// Models that know nothing of tensor parallelism, divided by rewriting what was captured of them.
+// Models that know nothing of tensor parallelism, divided by rewriting their captured graphs.
 namespace smp {
 namespace {
 
@@ -126,7 +126,7 @@ TEST(TensorParallelRewriteOfGpt, IsTheSameHoweverItRuns) {
 template <class Net>
 using Model = DistributedModel<std::shared_ptr<Net>>;
 
-/// Trains two steps; what `gathered` does with the gathered module in between is not kept.
+/// Trains two steps; changes by `gathered` of the gathered module in between are not kept.
 template <class Net>
 Named train_around(const TensorLayout& layout, const std::function<Config(Config)>& change,
                    const std::function<void(Model<Net>&, const Named& state)>& gathered) {
@@ -206,7 +206,7 @@ TEST(TensorParallelRewriteOfAModel, IsAPlainModuleWhenGathered) { check_gathered
 
 TEST(DividedModules, ArePlainOnesWhenGathered) { check_gathered<DividedModel>(); }
 
-/// Optimizers, code in the step and later graphs see what they should.
+/// Optimizers, code in the step and later graphs see the right sizes.
 TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
   const TensorLayout layout{2, 2};
   run_as_threads(4, config_of(layout), [&] {
@@ -346,7 +346,7 @@ TEST(TensorParallelRewriteOfAModel, IsSavedWhole) {
         optimizer.step();
       }
       saves ? save(folder, model, optimizer) : void(load(folder, model, optimizer));
-      evaluate(x, y);  // the first step divides, and takes what was loaded
+      evaluate(x, y);  // the first step divides, and takes the loaded tensors
       Named held = to_map(model->state_dict());
       for (const auto& [name, tensor] : optim::tensors_of(optimizer.state_dict())) {
         held[name] = tensor;
@@ -364,7 +364,7 @@ TEST(TensorParallelRewriteOfAModel, IsSavedWhole) {
   std::filesystem::remove_all(folder);
 }
 
-/// What is divided after a step on a net that `prepare` has marked.
+/// The parameters divided after a step on a net that `prepare` has marked.
 std::pair<std::set<std::string>, std::string> after_a_step(
     const std::function<void(PlainModel&)>& prepare, const Config& more = Config(),
     const TensorLayout& layout = {2}) {

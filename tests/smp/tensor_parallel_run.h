@@ -38,7 +38,7 @@ MakeOptimizer optimizer_with(const Options& options) {
 inline const torch::optim::SGDOptions kOptions = torch::optim::SGDOptions(0.5).momentum(0.9);
 inline const MakeOptimizer kSgd = optimizer_with<torch::optim::SGD>(kOptions);
 
-/// The batch of all ranks together in a step: what a net's `step_batch` makes, tokens otherwise.
+/// The batch of all ranks together in a step: the result of a net's `step_batch`, tokens otherwise.
 template <class Net, class = void>
 struct BatchOf {
   static Tensors make(int number) { return token_batch(number); }
@@ -49,13 +49,13 @@ struct BatchOf<Net, std::void_t<decltype(Net::step_batch(0))>> {
   static Tensors make(int number) { return Net::step_batch(number); }
 };
 
-/// What a run leaves behind.
+/// The results of a run.
 struct Outcome {
-  std::vector<Tensors> losses;   // by step, then global microbatch
-  std::vector<Named> gradients;  // by step, of whole parameters
-  std::vector<double> norms;     // by step
-  std::vector<double> largest;   // by step: the norm of order infinity
-  Tensors evaluations;           // by global microbatch, at the end
+  std::vector<Tensors> losses;   // losses by step, then global microbatch
+  std::vector<Named> gradients;  // gradients by step, of whole parameters
+  std::vector<double> norms;     // norms by step
+  std::vector<double> largest;   // norms of order infinity by step
+  Tensors evaluations;           // evaluations by global microbatch, at the end
   Named weights;
   std::set<std::string> divided;  // names of parameters
   std::string report;

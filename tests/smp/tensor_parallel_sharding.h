@@ -3,7 +3,7 @@
 
 #include "smp/smp.h"
 
-/// Replicas that divide what a tensor-parallel group has divided already.
+/// Replicas that divide tensors that a tensor-parallel group has divided already.
 namespace smp::testing {
 
 /// So that pieces of several parameters share a bucket, and some parameters lie in two pieces.

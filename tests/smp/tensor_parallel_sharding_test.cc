@@ -45,7 +45,7 @@ Outcome run_with(const TensorLayout& layout, const Change& change) {
       layout, [](Net& net) { mark(net); }, change);
 }
 
-/// Gradients of pieces are compared by what optimizers make of them.
+/// Gradients of pieces are compared by the optimizers' results.
 void expect_same_results(Outcome got, const Outcome& expected) {
   got.gradients = expected.gradients;
   expect_same(got, expected);
@@ -138,7 +138,7 @@ TEST(TensorParallelSharding, TakesNormsOfWholes) {
   check_norms<PlainModel>({2, 2, 2}, {kStates});
 }
 
-/// With `spread` the ranks of a group are no neighbours.
+/// The ranks of a group are no neighbours with `spread`.
 TEST(TensorParallelSharding, GoesWithEveryPlacement) {
   for (const char* placement : {"spread", "TDP", "PDT"}) {
     check<PlainModel>({2, 1, 2, false, placement}, {kStates, kParameters});
@@ -148,11 +148,12 @@ TEST(TensorParallelSharding, GoesWithEveryPlacement) {
 /// Elements of tensors, by rank.
 using Counts = std::map<int, int64_t>;
 
-/// After a step of AdamW replicas have together what `count` counts of a rank's part of the model.
+/// After a step of AdamW replicas have together the elements that `count` counts of a rank's part
+/// of the model.
 template <class Count>
 void expect_divided(const Change& change, const Count& count) {
   const TensorLayout layout{2, 1, 2};
-  Counts held, parts;  // by tp_rank: the sum of what replicas hold
+  Counts held, parts;  // sums of the replicas' elements by tp_rank
   int64_t whole = 0;
   std::mutex mutex;
   torch::set_num_threads(1);

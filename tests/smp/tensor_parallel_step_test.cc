@@ -56,7 +56,7 @@ TEST(TensorParallelModel, SaysWhatIsDivided) {
   });
 }
 
-/// What was made late has the values of plain construction.
+/// A module made late has the values of plain construction.
 TEST(TensorParallelModel, IsMadeAfterTheFirstPlan) {
   const TensorLayout layout{2, 2};
   const auto expected = state_of(*make_model<PlainModel>(5));

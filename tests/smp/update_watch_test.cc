@@ -12,8 +12,8 @@
 #include "graph/absent.h"
 #include "tests/smp/oracle.h"
 
-// What programs do around their steps: gradients that ranks scale by other numbers, optimizers that
-// step without gradients, replicas that leave out steps.
+// Programs' use of gradients around their steps: gradients that ranks scale by other numbers,
+// optimizers that step without gradients, replicas that leave out steps.
 namespace smp {
 namespace {
 
@@ -33,8 +33,7 @@ torch::Tensor input_of(int step) {
 constexpr int kSteps = 4;
 const to::SGDOptions kOptions = to::SGDOptions(0.1).momentum(0.9);
 
-/// What a program does with the gradients of its parameters before `optimizer.step()` number
-/// `step`.
+/// A program's changes of the gradients of its parameters before `optimizer.step()` number `step`.
 using Between = std::function<void(const Tensors& parameters, int step)>;
 
 struct Rank {
@@ -155,7 +154,7 @@ TEST(ClippingOnEachRank, IsRefusedByEvaluationsAndSaves) {
   const auto once = [](const Tensors& parameters, int i) {
     if (i == kSteps - 1) torch::nn::utils::clip_grad_norm_(own(parameters), 1e-3);
   };
-  EXPECT_FALSE(train_with(once).empty());  // nobody asks any more
+  EXPECT_FALSE(train_with(once).empty());  // no later call asks
   expect_has(error_of<UsageError>([&] { train_with(once, /*evaluates=*/true); }), kClipped);
   const std::string path = ::testing::TempDir() + "/clipped";
   expect_has(error_of<UsageError>([&] { train_with(once, false, path); }),
@@ -164,7 +163,7 @@ TEST(ClippingOnEachRank, IsRefusedByEvaluationsAndSaves) {
   std::filesystem::remove_all(path);
 }
 
-/// What ranks do alike, or to some of their gradients, is the program's own affair.
+/// Changes that all ranks make alike, or to some of their gradients, are the program's own affair.
 TEST(ScalingOnEachRank, IsTheProgramsAffair) {
   const std::vector<Between> programs = {
       [](const Tensors& parameters, int) {  // all by one number
@@ -204,7 +203,7 @@ TEST(ScalingOnEachRank, IsTheProgramsAffair) {
 
 /// All that one rank has, by a number that stays: right, and worth a word.
 TEST(ScalingOnEachRank, OfOneStageIsWarnedOf) {
-  std::vector<bool> is_mine(12);  // what stage 0 owns
+  std::vector<bool> is_mine(12);  // the parameters that stage 0 owns
   on_ranks(2, stages(2), [&](Rank& here) {
     here.train(0);
     if (rank() > 0) return;
@@ -303,7 +302,7 @@ TEST(StepsWithoutBackward, AreWarnedOfWhereOthersTrain) {
       here.optimizer.step();
       here.evaluate(i);
     }
-    here.optimizer.step();  // once more with what there is
+    here.optimizer.step();  // once more with the old gradients
   });
   EXPECT_EQ(silent.find(warning), std::string::npos) << silent;
 }

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/save/program_tensors.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "checkpoint/safetensors.h"
+#include "core/check.h"
+#include "core/text.h"
+#include "runtime/save/background_save.h"
+#include "runtime/save/saving.h"
+
+namespace smp::runtime {
+namespace {
+
+void check_name(const std::string& name) {
+  const bool fits = !name.empty() && name.size() <= checkpoint::kLongestName;
+  const bool is_text = core::printable(name, checkpoint::kLongestName) == name;
+  SMP_CHECK_WITH(UsageError, fits && is_text && name.find('/') == std::string::npos,
+                 "smp::register_checkpoint_tensors: expected a name without \"/\" and control "
+                 "characters, of at most ",
+                 checkpoint::kLongestName, " bytes of UTF-8, got \"", core::printable(name),
+                 "\". Checkpoints have its tensors as \"parameter/tensors.name\"");
+}
+
+}  // namespace
+
+ProgramTensors::ProgramTensors(std::string name, Runtime& runtime, Model& model, Save save,
+                               Load load)
+    : name_(std::move(name)),
+      runtime_(runtime),
+      model_(model),
+      save_(std::move(save)),
+      load_(std::move(load)) {}
+
+OptimizerState ProgramTensors::local_state() const {
+  OptimizerState state;
+  for (const auto& item : save_()) {
+    const at::Tensor* parameter = model_.named_parameters().find(item.key());
+    const auto* entry = parameter != nullptr ? runtime_.table().find(*parameter) : nullptr;
+    SMP_CHECK_WITH(UsageError, entry != nullptr && runtime_.owns(*entry), "the tensors \"", name_,
+                   "\" of a checkpoint: \"", core::printable(item.key()),
+                   "\" is no parameter that this rank owns. Give tensors by the names of "
+                   "model->local_named_parameters()");
+    const at::Tensor& tensor = item.value();
+    SMP_CHECK_WITH(UsageError,
+                   tensor.defined() && tensor.sizes() == entry->tensor.sizes() && !entry->shard(),
+                   "the tensors \"", name_, "\" of a checkpoint: expected for \"",
+                   core::printable(item.key()), "\" one of the sizes ", entry->tensor.sizes(),
+                   " of the parameter, got ",
+                   tensor.defined() ? c10::str(tensor.sizes()) : "an undefined one",
+                   ". They are divided as the parameters are, whole on each replica: with sharded "
+                   "data parallelism there is no such tensor");
+    state.params[entry->name] = {
+        entry->tensor.sizes().vec(), {{checkpoint::tensors_field(name_), tensor}}, ""};
+  }
+  return state;
+}
+
+std::vector<ProgramTensors::Stored> ProgramTensors::stored_in(
+    const checkpoint::Index& index) const {
+  std::vector<Stored> result;
+  for (const checkpoint::NamedTensor& named : tensors_of(runtime_, {&model_})) {
+    const auto& entry = runtime_.table().at(named.name);
+    auto names = named.aliases;  // another one may have been the first when it was saved
+    names.insert(names.begin(), named.name);
+    for (const std::string& name : names) {
+      const std::string tensor = name + "/" + checkpoint::tensors_field(name_);
+      const auto found = index.optimizer_tensors.find(tensor);
+      if (found == index.optimizer_tensors.end()) continue;
+      if (found->second.spec.shape != entry.whole_sizes()) continue;
+      result.push_back({&entry, tensor});
+      break;
+    }
+  }
+  return result;
+}
+
+void ProgramTensors::check(const checkpoint::Index& index, const std::string& path,
+                           bool strict) const {
+  SMP_CHECK_WITH(CheckpointError, !stored_in(index).empty() || !strict, "checkpoint \"",
+                 core::printable(path), "\" holds no tensors \"", name_,
+                 "\" that fit the model's parameters: they were not registered when it was written, or it "
+                 "is a full checkpoint, which has the model alone. Load with strict = false to go "
+                 "on without");
+}
+
+void ProgramTensors::load(std::shared_ptr<checkpoint::Reader> reader) {
+  if (stored_in(reader->index()).empty()) return;
+  loaded_ = std::move(reader);
+  take_loaded();
+}
+
+void ProgramTensors::take_loaded() {
+  if (loaded_ == nullptr || !runtime_.partitioned()) return;
+  const auto reader = std::exchange(loaded_, nullptr);
+  Model::TensorDict tensors;
+  const size_t prefix = model_.full_name("").size();
+  for (const auto& [entry, tensor] : stored_in(reader->index())) {
+    if (!runtime_.owns(*entry)) continue;
+    const at::Tensor whole = reader->read_optimizer(tensor);
+    tensors.insert(
+        entry->name.substr(prefix),
+        entry->split ? entry->split->part(whole, runtime_.rank_in(CommGroup::kTp)) : whole);
+  }
+  load_(tensors);
+}
+
+std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const Runtime& runtime,
+                                                                const std::vector<Model*>& models) {
+  std::vector<std::shared_ptr<ProgramTensors>> result;
+  if (!runtime.checkpoint_context) return result;
+  for (const auto& tensors : runtime.checkpoint_context->tensors) {
+    const bool is_of_one =
+        std::find(models.begin(), models.end(), &tensors->model()) != models.end();
+    if (is_of_one) result.push_back(tensors);
+  }
+  return result;
+}
+
+RemovableHandle register_program_tensors(const std::string& name, Model& model,
+                                         ProgramTensors::Save save, ProgramTensors::Load load) {
+  check_name(name);
+  const auto runtime = Runtime::get_shared();
+  for (const auto& other : program_tensors_of(*runtime, {&model})) {
+    SMP_CHECK_WITH(UsageError, other->name() != name,
+                   "smp::register_checkpoint_tensors was called twice for \"", name,
+                   "\" of a model: give each set of tensors a name of its own");
+  }
+  const auto tensors =
+      std::make_shared<ProgramTensors>(name, *runtime, model, std::move(save), std::move(load));
+  CheckpointContext::of(*runtime).tensors.push_back(tensors);
+  const std::weak_ptr<ProgramTensors> weak = tensors;
+  auto hook = std::make_shared<RemovableHandle>(model.register_post_partition_hook([weak] {
+    if (const auto alive = weak.lock()) alive->take_loaded();
+  }));
+  return RemovableHandle([of = std::weak_ptr<Runtime>(runtime), weak, hook] {
+    hook->remove();
+    const auto runtime = of.lock();
+    if (!runtime || !runtime->checkpoint_context) return;
+    auto& all = runtime->checkpoint_context->tensors;
+    all.erase(std::remove(all.begin(), all.end(), weak.lock()), all.end());
+  });
+}
+
+}  // namespace smp::runtime
