@@ -12,8 +12,8 @@ there is an undeclared inclusion. //tests/layout:layout_test reads the same tabl
 pass by way of a dependency that is there for another reason.
 """
 
-# By folder, what it may include: folders, and single headers of others, whose targets say so
-# themselves. Everything may include the headers of //smp:types.
+# The includes that each folder may have: folders, and single headers of others, whose targets say
+# so themselves. Everything may include the headers of //smp:types.
 LAYERS = {
     "core": [],
     "comm": ["core"],
@@ -57,11 +57,12 @@ LAYERS = {
         "partitioner",
         "pipeline",
         "runtime/step/pipeline_choice.h",
+        "smp",
     ],
     "examples": ["smp"],
 }
 
-# What sees everything.
+# Folders that see everything.
 _OBSERVERS = ["bench", "tests"]
 
 def visible_to_users_of(folder):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of libtorch's libraries only c10, for programs that start often and use no tensor.
+"""Link only c10 of libtorch's libraries, for programs that start often and use no tensor.
 
 A program that loads libtorch_cpu takes a third of a second to register thousands of operators before
 main(). What smprun shares with the library needs c10's errors and texts alone.

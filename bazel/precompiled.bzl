@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What most sources include, compiled once: parsing libtorch's headers takes two thirds of each file's time.
+"""Headers that most sources include, compiled once: parsing libtorch's headers takes two
+thirds of each file's time.
 
 A BUILD file whose sources include libtorch loads this in place of Bazel's own rule:
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What it costs to know a step function: its first capture, a capture on shapes, the guard, and
-// the plan, for transformers of about 100, 1,000 and 10,000 operators. Medians, on one thread.
+// Costs of knowing a step function: its first capture, a capture on shapes, the guard, and the
+// plan, for transformers of about 100, 1,000 and 10,000 operators. Medians, on one thread.
 //
 //     bazel run //bench:capture_cost
 
@@ -22,7 +22,7 @@ using smp::graph::Graph;
 
 constexpr int kStages = 64;
 
-/// Of milliseconds.
+/// The median of milliseconds.
 double median(int rounds, const std::function<void()>& body) {
   std::vector<double> times;
   for (int i = 0; i < rounds; ++i) times.push_back(1e3 * bench::seconds(body));

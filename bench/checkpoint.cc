@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What checkpoints cost: bandwidth of saving and loading against `cp` of the same bytes, the pause
+// Costs of checkpoints: bandwidth of saving and loading against `cp` of the same bytes, the pause
 // that a save makes between steps, in the background and not, and memory above the model's own. The
 // things compared run in turn; every figure is a median.
 //
@@ -64,7 +64,7 @@ double mebibytes_in(const std::string& folder) {
   return bytes / (1 << 20);
 }
 
-/// As reliable as a save: the copy is on the disk when it returns.
+/// Copies as reliably as a save: the copy is on the disk when it returns.
 void copy(const std::string& from, const std::string& to) {
   fs::remove_all(to);
   const std::string command = "cp -r " + from + " " + to + " && sync " + to + "/*";

@@ -10,9 +10,9 @@
 
 namespace bench {
 
-/// What bench/contenders.py expects of a program: says when it is set up and, after `warm` steps,
-/// when it is ready, waits for a line before the first and before each further step, and prints how
-/// many seconds it took. `speaks` on one of the ranks, which wait for each other by `barrier`.
+/// Serves bench/contenders.py: says when it is set up and, after `warm` steps, when it is ready,
+/// waits for a line before the first and before each further step, and prints how many seconds it
+/// took. `speaks` on one of the ranks, which wait for each other by `barrier`.
 inline void take_steps(int64_t warm, int64_t steps, bool speaks,
                        const std::function<void()>& barrier, const std::function<void()>& step) {
   std::string line;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the pipeline engine itself costs for each action: two stages without operators, which send
+// Costs of the pipeline engine itself for each action: two stages without operators, which send
 // each other one tensor of 64 bytes and no gradient for each of many microbatches, on two ranks and
 // on one. Microseconds of a step divided by the actions of a rank.
 //

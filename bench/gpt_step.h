@@ -39,7 +39,7 @@ class GptStep {
     });
   }
 
-  /// Plain eager libtorch, forward only: what a capture adds to.
+  /// Plain eager libtorch, forward only: a capture adds to it.
   void run() const { loss_of(inputs_); }
 
  private:

@@ -16,11 +16,11 @@ namespace bench {
 struct GptTraining {
   smp::DistributedModel<gpt::GPT>& model;
   smp::DistributedOptimizer<torch::optim::AdamW>& optimizer;
-  std::function<void()> step;  ///< with the update
+  std::function<void()> step;  ///< a step with the update
 };
 
-/// Calls `body` on two ranks, which are threads: `stages` of them times replicas. `config` is what
-/// it is beside these.
+/// Calls `body` on two ranks, which are threads: `stages` of them times replicas. `config` has the
+/// other settings.
 inline void train_on_two_ranks(int stages, int64_t width, smp::Config config,
                                const std::function<void(const GptTraining&)>& body) {
   constexpr int64_t kMicrobatches = 8, kSequence = 64, kBatch = 16;

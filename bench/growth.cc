@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a long life costs: memory, descriptors and threads over many batch shapes, many steps and
-// many stages, ranks being threads of this process; and where the time of a new graph goes.
+// Costs of a long life: memory, descriptors and threads over many batch shapes, many steps and many
+// stages, ranks being threads of this process; and where the time of a new graph goes.
 //
 //     bazel run //bench:growth
 
@@ -36,7 +36,7 @@ using smp::graph::Graph;
 
 constexpr int64_t kSequence = 16;
 
-/// Of the processor, by all threads: what other programs do does not count.
+/// Seconds of the processor, by all threads: other programs do not count.
 double seconds(const std::function<void()>& body) {
   const std::clock_t start = std::clock();
   body();
@@ -48,7 +48,7 @@ int64_t entries(const char* folder) {
   return std::distance(begin(all), end(all));
 }
 
-/// What this process holds.
+/// The resources of this process.
 struct Usage {
   double resident_mib;
   int64_t descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long ranks are idle in a step, against what the schedule alone makes of the times that the
-// actions took: what the runtime costs, and whether the simulator is right.
+// How long ranks are idle in a step, against the times of the schedule alone, given those of the
+// actions: the costs of the runtime, and whether the simulator is right.
 //
 // usage: tools/smprun --np 2 bazel-bin/bench/idle --pipeline 1f1b [--model bench]
 //
@@ -49,11 +49,11 @@ struct RankStep {
   double begin = std::numeric_limits<double>::infinity(), end = 0, busy = 0;
 };
 
-/// What a trace says of the first replica.
+/// The times in a trace of the first replica.
 struct Recorded {
-  std::map<std::pair<char, int>, std::vector<double>> times;  // by kind and stage
-  std::map<std::string, std::map<int, RankStep>> steps;       // by step and rank
-  std::map<std::string, std::map<std::string, double>> took;  // by step and action
+  std::map<std::pair<char, int>, std::vector<double>> times;  // times by kind and stage
+  std::map<std::string, std::map<int, RankStep>> steps;       // steps by step and rank
+  std::map<std::string, std::map<std::string, double>> took;  // times by step and action
 
   explicit Recorded(const std::string& file) {
     const auto trace = nlohmann::json::parse(std::ifstream(file));
@@ -109,7 +109,7 @@ std::vector<double> measured_idle(const Recorded& recorded, int ranks, double& s
 std::vector<double> replayed_idle(const smp::pipeline::Schedule& schedule,
                                   const std::map<std::string, double>& took) {
   std::vector<double> clocks(schedule.ranks()), busy(schedule.ranks());
-  std::map<std::string, double> arrivals;  // by receive
+  std::map<std::string, double> arrivals;  // arrivals by receive
   const auto perform = [&](int rank, size_t, const smp::pipeline::Action& action) {
     const std::string name = to_string(action);
     if (action.is_recv()) clocks[rank] = std::max(clocks[rank], arrivals.at(name));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What smp::keep_copy costs: blocks of training steps of a GPT in turn with a copy after each step
+// Costs of smp::keep_copy: blocks of training steps of a GPT in turn with a copy after each step
 // and without, on two ranks as threads, and how often one may be kept for a share of the time.
 //
 //     SMP_RECOVERY_DIR=$(mktemp -d -p /dev/shm) bazel run //bench:kept_copy

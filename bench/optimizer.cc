@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step of an optimizer costs on one rank: libtorch's plain classes, the fused ones, both
-// under DistributedOptimizer, and clipping by the norm, in turn. A line gives the median of the
-// times, the median of the ratios to the plain class in the same round with its quartiles, and the
-// share of the bandwidth of memcpy in that round that the step reached, counting each tensor that
-// the formula reads or writes once.
+// Costs of a step of an optimizer on one rank: libtorch's plain classes, the fused ones, both under
+// DistributedOptimizer, and clipping by the norm, in turn. A line gives the median of the times,
+// the median of the ratios to the plain class in the same round with its quartiles, and the share
+// of the bandwidth of memcpy in that round that the step reached, counting each tensor that the
+// formula reads or writes once.
 //
 //     bazel run //bench:optimizer
 
@@ -43,7 +43,7 @@ class Copy {
 
 struct Contender {
   std::string name;
-  double tensors_moved;  // of a parameter's size, read or written
+  double tensors_moved;  // number of tensors of a parameter's size, read or written
   std::function<void()> step;
   std::vector<double> times{};
 };

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What it is worth to reduce gradients beside the backward: steps of two replicas, one stage each,
-// on a network of a given bandwidth, with `overlapping_allreduce` and without it, in turn, as
-// ratios of medians. The network is emulated: a reduction begins when its bytes would have come.
+// Gain from reducing gradients beside the backward: steps of two replicas, one stage each, on a
+// network of a given bandwidth, with `overlapping_allreduce` and without it, in turn, as ratios of
+// medians. The network is emulated: a reduction begins when its bytes would have come.
 //
 //     bazel run //bench:overlap [-- MB_PER_SECOND...]
 

@@ -24,7 +24,7 @@ using bench::Model;
 constexpr int kRanks = 2, kRounds = 9, kSteps = 6;
 constexpr int64_t kMicrobatches = 4, kBatch = 32;
 
-using Partitions = std::vector<int>;  // of each layer; empty: automatic
+using Partitions = std::vector<int>;  // partition of each layer; empty: automatic
 
 Partitions equal_layers(const Model& model) {
   Partitions result;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contenders that train with torch share: the model of examples/gpt, and the loop that takes
-a step whenever a compare.py asks for one.
+"""The common part of the contenders that train with torch: the model of examples/gpt, and
+the loop that takes a step whenever a compare.py asks for one.
 """
 
 import sys
@@ -74,8 +74,8 @@ def make_batch(options):
 
 
 def take_steps(step, steps):
-    """What compare.py expects of a contender: rank 0 takes each step when it has read a line, and
-    prints how long it took."""
+    """The protocol of compare.py for a contender: rank 0 takes each step when it has read a
+    line, and prints how long it took."""
     rank = dist.get_rank()
     if rank == 0:
         print("set up", flush=True)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What it costs to be ready for failures that do not come: training steps of a GPT on two ranks as
+// Costs of being ready for failures that do not come: training steps of a GPT on two ranks as
 // threads with warnings of stalls, copies kept in memory, replay checks and all three, each in turn
 // with none of them.
 //
@@ -26,7 +26,7 @@ struct Precaution {
 
 /// Seconds of a step.
 double step_with(int stages, const Precaution& precaution) {
-  // Plans do not depend on what is measured, so that all run the same.
+  // Plans do not depend on measurements, so that all run the same.
   const auto config = smp::Config()
                           .skip_tracing(true)
                           .stall_seconds(precaution.stalls ? 60 : 0)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a replay check costs: training steps of a GPT in turn with and without one, on two ranks as
+// Costs of a replay check: training steps of a GPT in turn with and without one, on two ranks as
 // threads, and how often one may be made for a share of the time.
 //
 //     bazel run //bench:replay_check

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How long it takes to make, lower, verify and simulate each schedule, and what its step would take
-// and keep: a table over all of them. F = I = W = 1 and one unit of memory for each stage.
+// How long it takes to make, lower, verify and simulate each schedule, and the time and memory of
+// its step: a table over all of them. F = I = W = 1 and one unit of memory for each stage.
 //
 // usage: schedules [RANKS STAGES_PER_RANK MICROBATCHES]   (default: 64 4 512)
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a step costs beyond the operators themselves, on one rank: a plain libtorch training step
-// and the same step through smp, in turn, as a ratio of medians; the latter with and without its
+// Costs of a step beyond the operators themselves, on one rank: a plain libtorch training step and
+// the same step through smp, in turn, as a ratio of medians; the latter with and without its
 // status; and the guard alone, per operator.
 //
 //     bazel run //bench:step_overhead
@@ -26,7 +26,7 @@ constexpr int kRounds = 31;
 constexpr int kStatusRounds = 301;
 constexpr int64_t kMicrobatches = 4;
 
-/// What `without` costs and `with`, in turn.
+/// The times of `without` and `with`, in turn.
 struct Pairs {
   std::vector<double> without, with, ratios;
 
@@ -49,7 +49,7 @@ struct Pairs {
   }
 };
 
-/// Runs `step` on a rank that says nothing of what it does.
+/// Runs `step` on a rank without a status.
 template <class Step>
 void without_status(const Step& step) {
   const auto status = smp::core::share_this_status();
@@ -100,7 +100,7 @@ void measure(int64_t layers, int64_t width, int64_t batch) {
       .print("without", "with");
 }
 
-/// What it takes to say that a rank begins another action, of which a step has some for each
+/// Measures the time to say that a rank begins another action, of which a step has some for each
 /// microbatch.
 void measure_status() {
   constexpr int kActions = 1000000;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What it takes to bring a message from one rank to another of the same host: a channel through
-// shared memory, Open MPI by itself, and the library's messages over it, in turn. Bandwidth is the
-// ratio to that of memcpy on one core, measured in the same rounds. Where the receiver sleeps, a
-// bare futex stands beside them: what it takes this machine to wake a process.
+// Times of bringing a message from one rank to another of the same host: a channel through shared
+// memory, Open MPI by itself, and the library's messages over it, in turn. Bandwidth is the ratio
+// to that of memcpy on one core, measured in the same rounds. Where the receiver sleeps, a bare
+// futex stands beside them: the time in which this machine wakes a process.
 //
 //     bazel build //bench:transfer
 //     mpirun --allow-run-as-root --oversubscribe --bind-to none -np 2 bazel-bin/bench/transfer
@@ -160,7 +160,7 @@ class FutexPath final : public Path {
   };
 
   const int rank_;
-  Box* boxes_ = nullptr;  // by the rank that receives
+  Box* boxes_ = nullptr;  // boxes that the receiving rank makes
   uint32_t received_ = 0;
   const at::Tensor buffer_ = bytes_tensor(64);
 };
@@ -175,7 +175,7 @@ std::vector<std::unique_ptr<Path>> make_paths(const CommunicatorPtr& world, int6
 
 constexpr const char* kNames[] = {"channel", "Open MPI", "smp over MPI", "bare futex"};
 
-// What a reader does with a message: adds its words.
+// The work of a reader on a message: adds its words.
 void read(const at::Tensor& tensor) {
   const auto* words = static_cast<const uint64_t*>(tensor.const_data_ptr());
   volatile uint64_t sum = std::accumulate(words, words + tensor.nbytes() / 8, uint64_t{0});

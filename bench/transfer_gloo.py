@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What bench/transfer measures, for torch.distributed over gloo: one way between two ranks of one
-host, as a ratio to memcpy in the same rounds, and the latency of 64 bytes.
+"""The measurements of bench/transfer, for torch.distributed over gloo: one way between two
+ranks of one host, as a ratio to memcpy in the same rounds, and the latency of 64 bytes.
 
 usage: transfer_gloo.py   (with a Python that has torch)
 """

@@ -14,6 +14,7 @@ namespace smp::checkpoint {
 namespace {
 
 constexpr const char* kAverage = "average.";
+constexpr const char* kTensors = "tensors.";
 
 /// The names under which `index` has an expected tensor.
 std::vector<std::string> stored_names(const ExpectedTensor& expected, const Index& index) {
@@ -64,7 +65,7 @@ std::vector<std::string> misfits_of_average(const std::vector<ExpectedTensor>& p
   return lines;
 }
 
-/// What is wrong with one expected tensor, or empty.
+/// The problem with one expected tensor, or empty.
 std::string problem_with(const ExpectedTensor& expected, const Index& index,
                          const Tolerance& tolerance) {
   const std::vector<std::string> found = stored_names(expected, index);
@@ -86,8 +87,8 @@ std::string problem_with(const ExpectedTensor& expected, const Index& index,
   return "";
 }
 
-/// Names the index has for tensors that nobody expects. Another name of a tensor that is
-/// expected is not one: its contents are used.
+/// Names of the index for tensors that no model expects. Another name of a tensor that is expected
+/// is not one: its contents are used.
 std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expected,
                                        const Index& index) {
   std::set<const TensorEntry*> used;
@@ -170,7 +171,7 @@ std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors
 
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
                  const std::string& path, const Tolerance& tolerance) {
-  std::map<std::string, std::string> problems;  // by name
+  std::map<std::string, std::string> problems;  // problems by name
   for (const ExpectedTensor& tensor : expected) {
     const std::string problem = problem_with(tensor, index, tolerance);
     if (!problem.empty()) {
@@ -195,7 +196,11 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
 
 std::string average_field(const std::string& name) { return kAverage + name; }
 
-bool is_average(const std::string& field) { return field.rfind(kAverage, 0) == 0; }
+std::string tensors_field(const std::string& name) { return kTensors + name; }
+
+bool is_of_program(const std::string& field) {
+  return field.rfind(kAverage, 0) == 0 || field.rfind(kTensors, 0) == 0;
+}
 
 std::optional<int64_t> average_updates(const std::vector<ExpectedTensor>& parameters,
                                        const Index& index, const std::string& name) {

@@ -26,8 +26,8 @@ using StateDict = torch::OrderedDict<std::string, at::Tensor>;
 /// tensors are the module's own, not copies.
 StateDict state_dict(const torch::nn::Module& module);
 
-/// The tensors of `dict` each once, under the first of their names and with the others as
-/// aliases: what a `Shard` holds of a model.
+/// The tensors of `dict` each once, under the first of their names and with the others as aliases:
+/// as a `Shard` holds them.
 std::vector<NamedTensor> named_tensors(const StateDict& dict);
 
 /// A model tensor that a checkpoint is expected to hold.
@@ -36,10 +36,10 @@ struct ExpectedTensor {
   TensorSpec spec;
 };
 
-/// What `tensors` expect of a checkpoint.
+/// The expectations of `tensors` towards a checkpoint.
 std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors);
 
-/// What a checkpoint may differ in from the model that it is loaded into.
+/// Permitted differences between a checkpoint and the model that it is loaded into.
 struct Tolerance {
   bool strict = true;    ///< Missing and unexpected tensors are errors.
   bool convert = false;  ///< Floating point tensors may be stored in another floating point type.
@@ -49,7 +49,7 @@ struct Tolerance {
 /// with `convert` of another floating point type.
 bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert);
 
-/// Compares the model section of `index` with what is expected: throws one CheckpointError that
+/// Compares the model section of `index` with the expectations: throws one CheckpointError that
 /// lists, sorted by name, every missing tensor, every unexpected one, every other shape or dtype,
 /// and every tied tensor that the checkpoint stores with different contents. `path` is for the
 /// message.
@@ -65,8 +65,10 @@ constexpr const char* kMasterField = "master";
 constexpr const char* kAverages = "averages";
 /// The field of a parameter's state that holds its average of this name.
 std::string average_field(const std::string& name);
-/// Whether a field of a parameter's state is an average, and so none of the optimizer's.
-bool is_average(const std::string& field);
+/// The field of a parameter's state that holds the program's tensor of this name.
+std::string tensors_field(const std::string& name);
+/// Whether a field of a parameter's state is one of these two, and so none of the optimizer's.
+bool is_of_program(const std::string& field);
 /// How often average `name` was updated; none if the checkpoint has no such average, or one that
 /// does not fit: one of its tensors has another shape than the parameter that is expected, or a
 /// parameter that the checkpoint's model has is not in it.

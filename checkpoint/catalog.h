@@ -22,8 +22,8 @@ bool is_partial(const std::string& name);
 
 /// A checkpoint of a folder.
 struct CatalogEntry {
-  std::string name;             ///< of the subfolder
-  std::optional<int64_t> step;  ///< of training; none if its index cannot be read
+  std::string name;             ///< name of the subfolder
+  std::optional<int64_t> step;  ///< training steps; none if its index cannot be read
 };
 
 /// The finished checkpoints of `folder`, by the step that their index names and by name; first

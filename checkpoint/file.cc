@@ -39,8 +39,8 @@ void check_system(bool ok, const char* action, const std::string& path) {
                               "or save elsewhere.");
 }
 
-/// Removes the file of an earlier save that did not come to its end. Other links to it, and what it
-/// says if it is a link, stay as they are.
+/// Removes the file of an earlier save that did not come to its end. Other links to it, and its
+/// target if it is a link, stay as they are.
 void remove_left(const std::string& path) {
   struct stat status = {};
   if (::lstat(path.c_str(), &status) != 0) return;
@@ -124,7 +124,7 @@ void FileWriter::commit() {
     check_system(::rename(written_.c_str(), path_.c_str()) == 0, "rename to its final name",
                  written_);
   } else {
-    // What was there before may have been longer.
+    // The old file may have been longer.
     check_system(::ftruncate(fd_, static_cast<off_t>(size_)) == 0, "write", written_);
   }
   // From here on nothing is left to remove, whatever close() says.

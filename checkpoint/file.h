@@ -14,7 +14,7 @@ class Hasher {
  public:
   Hasher();
   void update(const void* data, size_t size);
-  /// Of all bytes so far.
+  /// The digest of all bytes so far.
   uint64_t digest() const;
 
  private:
@@ -25,7 +25,7 @@ class Hasher {
   std::unique_ptr<void, Free> state_;
 };
 
-/// What holds a file.
+/// The medium of a file.
 enum class Medium {
   kDisk,
   kMemory,  ///< it does not outlive its machine
@@ -37,8 +37,8 @@ Medium medium_of(const std::string& folder);
 /// Writes a file. On a disk its final name only ever holds complete contents: bytes go to a new
 /// file, `path` + ".tmp"; `commit` syncs, reads back and renames, and without it the temporary file
 /// is removed, as is one that an earlier save has left. In memory a file that is there is written
-/// over, in the memory that it has, and nothing is read back: the folder says what is complete.
-/// Links are not followed: nothing is written but what has this name.
+/// over, in the memory that it has, and nothing is read back: the folder tells which files are
+/// complete. Links are not followed: only the file of this name is written.
 class FileWriter {
  public:
   /// Creates the file. Throws CheckpointError if that fails.
@@ -50,8 +50,8 @@ class FileWriter {
   /// Appends `size` bytes. Throws CheckpointError (for example: no space left).
   void append(const void* data, size_t size);
 
-  /// Ends the file: makes it durable under its final name, once what the disk holds has been
-  /// compared with what was appended. Call once, last. Throws CheckpointError.
+  /// Ends the file: makes it durable under its final name, once the content of the disk has been
+  /// compared with the appended bytes. Call once, last. Throws CheckpointError.
   void commit();
 
   /// Bytes appended so far.
@@ -65,7 +65,7 @@ class FileWriter {
   const std::string written_;  // its name until `commit`
   int fd_ = -1;
   uint64_t size_ = 0;
-  Hasher hasher_;  // of a file on a disk
+  Hasher hasher_;  // hash of a file on a disk
 };
 
 /// A file that is open for reading at any offset.
@@ -94,18 +94,17 @@ class FileReader {
   uint64_t size_ = 0;
 };
 
-/// Has this process have `count` files open beside those that it has, where its limit is lower and
-/// the system lets it be raised.
+/// Raises the limit on open files so that `count` more can be opened, if the system allows it.
 void allow_open_files(size_t count);
 
 /// "0123456789abcdef": a hash as indices and messages show it.
 std::string hash_text(uint64_t hash);
 
-/// Throws CheckpointError: what went wrong, and what to do about an `errno` of this value.
+/// Throws CheckpointError with the failure `what`, and the remedy for an `errno` of this value.
 [[noreturn]] void fail_on_disk(const std::string& what, int error);
 
-/// Calls what uses std::filesystem, and turns its exceptions into those of `fail_on_disk`. `what`
-/// says what then failed: "cannot save checkpoint \"a\"".
+/// Calls a function that uses std::filesystem, and turns its exceptions into those of
+/// `fail_on_disk`. `what` tells the failure: "cannot save checkpoint \"a\"".
 template <class Action>
 auto on_disk(const std::string& what, const Action& action) {
   try {

@@ -81,8 +81,8 @@ void append_pretty(const ordered_json& value, size_t indent, size_t column, std:
   out += "\n" + std::string(indent, ' ') + line.back();
 }
 
-/// A JSON value of an index together with where it is, so that every access can say what it
-/// expected where.
+/// A JSON value of an index together with where it is, so that every access can tell its
+/// expectation and the place.
 class Node {
  public:
   Node(const json& value, std::string file, std::string path)
@@ -222,7 +222,7 @@ void parse_model(const Node& node, Index& index) {
   }
 }
 
-/// What this folder knows of an optimizer: a parameter is in one group.
+/// Checks the optimizer's part as far as this folder knows it: a parameter is in one group.
 void check_optimizer(const Node& node) {
   if (node.has("state")) node.at("state").members();
   if (!node.has("param_groups")) return;
@@ -273,8 +273,8 @@ void check_checksum(const std::string& text, const std::string& path) {
                  ". Use another checkpoint.");
 }
 
-/// In which order the ranks brought the parameters of a group is the layout's, and no part of what
-/// is saved.
+/// In which order the ranks brought the parameters of a group is the layout's, and no part of the
+/// saved state.
 json with_sorted_params(json optimizer) {
   if (!optimizer.contains("param_groups")) return optimizer;
   for (json& group : optimizer["param_groups"]) {

@@ -18,7 +18,7 @@ constexpr int64_t kFormatVersion = 3;
 /// The index's name inside a checkpoint folder.
 constexpr const char* kIndexFile = "index.json";
 
-/// A stored tensor: what it is, which file of the folder holds it, and its bytes' XXH64.
+/// A stored tensor: its type and shape, the file of the folder that holds it, and its bytes' XXH64.
 struct TensorEntry {
   TensorSpec spec;
   std::string file;
@@ -32,7 +32,7 @@ struct RandomState {
   std::map<std::string, uint64_t> step_calls;  ///< Calls so far of each step function, by name.
 };
 
-/// What a checkpoint holds about the run besides tensors.
+/// The state of the run in a checkpoint, besides tensors.
 struct RunState {
   int64_t step = 0;             ///< Optimizer steps done.
   int64_t gradient_shards = 1;  ///< Fixes the order of gradient sums, see docs on numerics.
@@ -51,7 +51,7 @@ struct RunState {
 /// "parameter/field".
 struct Index {
   std::map<std::string, uint64_t> files;       ///< Size in bytes of every shard file.
-  std::map<std::string, TensorEntry> model;    ///< By the name a tensor is stored under.
+  std::map<std::string, TensorEntry> model;    ///< The model's tensors by stored name.
   std::map<std::string, std::string> aliases;  ///< Other name of a tied tensor -> stored one.
   nlohmann::json optimizer = nlohmann::json::object();
   std::map<std::string, TensorEntry> optimizer_tensors;
@@ -68,8 +68,8 @@ struct Index {
   std::string to_text(uint64_t most = kMostText) const;
 
   /// Parses and checks the text of an `index.json`. `path` is for messages only. Throws
-  /// CheckpointError with the file and the JSON path of what is wrong, also if the checksum is not
-  /// the text's.
+  /// CheckpointError with the file and the JSON path of the error, also if the checksum is not the
+  /// text's.
   static Index from_text(const std::string& text, const std::string& path);
 
   /// Adds the tensors, files and optimizer of another rank's part; `run` stays. Throws

@@ -18,7 +18,7 @@ using core::JsonReader;
 constexpr const char* kFormat = "smp-name-map";
 
 /// Where in a name the values of a placeholder end: for each place, the longest that begins there
-/// and is followed by what `rest` says may follow, or 0. One pass, since files may have any names.
+/// and is followed as `rest` allows, or 0. One pass, since files may have any names.
 std::vector<size_t> ends_of_values(const std::string& name, bool is_number,
                                    const std::vector<bool>& rest) {
   std::vector<size_t> ends(name.size() + 1, 0);

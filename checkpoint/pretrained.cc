@@ -72,7 +72,7 @@ std::string listed(const std::map<std::string, std::string>& problems) {
   return core::indented(lines);
 }
 
-/// What the map says of a tensor of the model: by the first of its names that the files have.
+/// The map's rule for a tensor of the model: by the first of its names that the files have.
 NameMap::Match rule_of(const ExpectedTensor& tensor, const NameMap& names) {
   NameMap::Match rule;
   for (const std::string& name : tensor.names) {
@@ -196,7 +196,7 @@ TensorSpec PretrainedPlan::stored_spec(const Source& source, const std::string& 
   return transformed(files_->tensors().at(stored), source.rule.transform);
 }
 
-/// Whether what is stored has the shape and the type that are expected.
+/// Whether the stored tensor has the expected shape and type.
 void PretrainedPlan::check(size_t i, const std::vector<ExpectedTensor>& expected,
                            const Indices& index_of, bool convert, Problems& problems) {
   Source& source = sources_[i];

@@ -22,7 +22,7 @@ namespace smp::checkpoint {
 class PretrainedFiles {
  public:
   /// Opens all files. Throws CheckpointError for those that are missing or malformed, and where a
-  /// file does not hold what "weight_map" says.
+  /// file does not hold the tensors that "weight_map" names.
   explicit PretrainedFiles(const std::string& path);
 
   const std::string& path() const { return path_; }
@@ -45,8 +45,8 @@ class PretrainedFiles {
 class PretrainedPlan {
  public:
   /// Matches files with a model. Throws one CheckpointError that lists all other shapes and types,
-  /// names that stored tensors with different contents are mapped to and, with `strict`, what is
-  /// unused or missing.
+  /// names that stored tensors with different contents are mapped to and, with `strict`, unused and
+  /// missing ones.
   PretrainedPlan(std::shared_ptr<const PretrainedFiles> files,
                  const std::vector<ExpectedTensor>& expected, const PretrainedOptions& options);
 
@@ -60,11 +60,11 @@ class PretrainedPlan {
   struct Source {
     std::vector<std::string> stored;  // in the order of `rule.theirs`; empty: not there
     NameMap::Match rule;
-    TensorSpec spec;     // of the model's tensor
+    TensorSpec spec;     // the model's tensor
     int64_t before = 0;  // rows of those of `rule.ours` that come before it
   };
   using Problems = std::map<std::string, std::string>;
-  using Indices = std::map<std::string, size_t>;  // of expected tensors, by each of their names
+  using Indices = std::map<std::string, size_t>;  // expected tensors by each name
 
   void match(const std::vector<ExpectedTensor>& expected, const PretrainedOptions& options,
              Problems& problems);
@@ -74,18 +74,18 @@ class PretrainedPlan {
   TensorSpec stored_spec(const Source& source, const std::string& stored) const;
 
   std::shared_ptr<const PretrainedFiles> files_;
-  std::vector<Source> sources_;  // by expected tensor
+  std::vector<Source> sources_;  // source of each expected tensor
   PretrainedReport report_;
 };
 
-/// What a model's tensors become in files of another program.
+/// The form that a model's tensors take in files of another program.
 class OutwardPlan {
  public:
-  /// Of tensors and their names. Throws one CheckpointError that lists those of which the rules
-  /// make nothing that can be stored.
+  /// Plans for tensors and their names. Throws one CheckpointError that lists those that the rules
+  /// do not map to storable ones.
   OutwardPlan(const std::vector<ExpectedTensor>& tensors, const NameMap& names);
 
-  /// What is stored.
+  /// The stored tensors.
   const std::vector<NamedSpec>& stored() const { return stored_; }
   /// The tensors of the model that the i-th stored one is made of.
   const std::vector<size_t>& sources(size_t i) const { return parts_[i].sources; }
@@ -105,7 +105,7 @@ class OutwardPlan {
   void unite(const std::vector<ExpectedTensor>& tensors, const NameMap::Match& rule,
              Problems& problems);
 
-  std::map<std::string, size_t> index_of_;  // of tensors, by each of their names
+  std::map<std::string, size_t> index_of_;  // indices of tensors, by each of their names
   std::vector<NamedSpec> stored_;
   std::vector<Part> parts_;
 };

@@ -38,9 +38,10 @@ class Reader {
   /// Which of the tensors `find_damage` looks at.
   enum class Section { kModel, kAll };
 
-  /// Compares the bytes of the stored tensors with the index, through a buffer of a few MiB: what
-  /// is wrong, one line for each file header and tensor, which begins with the file's name; empty
-  /// if nothing is. Of `parts` ranks that call it, each looks at an equal share of the bytes.
+  /// Compares the bytes of the stored tensors with the index, through a buffer of a few MiB:
+  /// returns the damage, one line for each file header and tensor, which begins with the file's
+  /// name; empty if there is none. Each of `parts` ranks that call it looks at an equal share of
+  /// the bytes.
   std::vector<std::string> find_damage(Section section, int part = 0, int parts = 1);
 
  private:

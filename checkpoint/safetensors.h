@@ -19,7 +19,7 @@ namespace smp::checkpoint {
 /// neither written nor read.
 constexpr size_t kLongestName = size_t{64} << 10;
 
-/// What a stored tensor looks like.
+/// The dtype and shape of a stored tensor.
 struct TensorSpec {
   at::ScalarType dtype = at::kFloat;
   std::vector<int64_t> shape;
@@ -46,14 +46,14 @@ at::ScalarType dtype_from_name(const std::string& name);
 /// Bytes of a tensor with this spec. Throws CheckpointError for negative or overflowing shapes.
 uint64_t byte_size(const TensorSpec& spec);
 
-/// Of tensors with `total` bytes that are divided into `parts` shares of about as many: the share
-/// of one that `begin` bytes come before.
+/// The share of a tensor that `begin` bytes come before, when `total` bytes are divided into
+/// `parts` shares of about equal size.
 int64_t share_of(uint64_t begin, uint64_t total, int64_t parts);
 
 /// 64-bit xxHash (XXH64, seed 0) of a contiguous CPU tensor's bytes.
 uint64_t hash_of(const at::Tensor& tensor);
 
-/// A name and what is stored under it.
+/// A name and the form of the tensor stored under it.
 using NamedSpec = std::pair<std::string, TensorSpec>;
 
 /// Writes a safetensors file tensor by tensor, with a `FileWriter`. Format:
@@ -83,7 +83,7 @@ class SafetensorsWriter {
   FileWriter file_;
 };
 
-/// What `write_safetensors` wrote.
+/// The result of `write_safetensors`.
 struct SafetensorsSummary {
   uint64_t file_size = 0;
   std::vector<uint64_t> hashes;  ///< XXH64 of each tensor's bytes, in the order of the argument.
@@ -106,7 +106,7 @@ class SafetensorsReader {
     uint64_t bytes = 0;
   };
 
-  /// Throws CheckpointError that names the file, what is wrong, expected and got.
+  /// Throws CheckpointError that names the file, the error, and the expected and actual values.
   explicit SafetensorsReader(const std::string& path)
       : SafetensorsReader(std::make_shared<FileReader>(path)) {}
   explicit SafetensorsReader(std::shared_ptr<const FileReader> file);

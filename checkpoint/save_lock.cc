@@ -26,7 +26,7 @@ constexpr size_t kMostOfHolder = 400;
 constexpr const char* kBegin = "process ";
 constexpr const char* kSavesThere = " saves there, since ";
 
-/// " of job 17", where somebody has given it a number.
+/// " of job 17", where the job has a number.
 std::string job_of_this_process() {
   for (const char* variable : {"SMP_JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"}) {
     if (const auto job = core::env(variable)) return " of job " + core::printable(*job, 64);
@@ -34,7 +34,7 @@ std::string job_of_this_process() {
   return "";
 }
 
-/// What a lock's file says of the process that has the lock.
+/// The description of the process that has a lock, in the lock's file.
 std::string describe_this_process() {
   char since[32] = {};
   const std::time_t now = std::time(nullptr);
@@ -44,8 +44,8 @@ std::string describe_this_process() {
                   core::printable(core::host_name(), 64), kSavesThere, since);
 }
 
-/// What the save that has made the file, or made it before it was ended, says there. Empty where
-/// another program has: the file may be used as a lock then, and is left as it is.
+/// The description in the file, from the save that made it, or made it before it was ended. Empty
+/// if another program wrote it: the file may be used as a lock then, and is left as it is.
 std::string holder_in(int fd) {
   char bytes[kMostOfHolder];
   const ssize_t size = ::pread(fd, bytes, sizeof(bytes), 0);

@@ -7,7 +7,7 @@
 namespace smp::checkpoint {
 
 /// Keeps two saves, of one job or of several, from writing to the same place: a lock on a file,
-/// which the system lets go of when the process ends. What another program has under this name is
+/// which the system lets go of when the process ends. A file of another program under this name is
 /// locked, but neither written nor removed, and links are not followed.
 class SaveLock {
  public:
@@ -16,9 +16,10 @@ class SaveLock {
   SaveLock(const SaveLock&) = delete;
   SaveLock& operator=(const SaveLock&) = delete;
 
-  /// For the checkpoint `path`; does nothing when it is taken already. Throws a CheckpointError
-  /// that says who saves there, if somebody else does. Where the file system has no locks, it only
-  /// warns. Throws a CheckpointError, too, if what has the file's name cannot be locked.
+  /// Takes the lock of the checkpoint `path`; does nothing when it is taken already. Throws a
+  /// CheckpointError that says who saves there, if another process does. Where the file system has
+  /// no locks, it only warns. Throws a CheckpointError, too, if the thing of the file's name cannot
+  /// be locked.
   void take(const std::string& path);
 
   /// Removes the file, if a save has made it. Does nothing unless taken.

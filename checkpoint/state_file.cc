@@ -24,7 +24,7 @@ namespace smp::checkpoint {
 namespace {
 
 /// The pickled dictionary, which refers to the tensors' bytes by number: those of `tensors` in
-/// their order. What is pickled are tensors whose memory is never touched, so it takes none.
+/// their order. The memory of the pickled tensors is never touched, so they take none.
 std::string pickle(const std::vector<NamedSpec>& tensors,
                    const std::map<std::string, std::string>& aliases) {
   c10::Dict<std::string, at::Tensor> dict;
@@ -78,7 +78,7 @@ auto with_libtorch(const std::string& path, const Action& action) {
 
 using Tensors = std::map<std::string, at::Tensor>;
 
-/// Of a pickled dictionary, under names that begin with `prefix`.
+/// Adds tensors of a pickled dictionary, under names that begin with `prefix`.
 void add_tensors(const std::string& path, const std::string& prefix, const c10::IValue& value,
                  Tensors& tensors) {
   SMP_CHECK_WITH(CheckpointError, value.isTensor() || value.isGenericDict(), "\"", core::printable(path),
@@ -99,7 +99,7 @@ void add_tensors(const std::string& path, const std::string& prefix, const c10::
   }
 }
 
-/// Parameters and buffers of what torch::save wrote, a TorchScript module without code.
+/// Parameters and buffers in the output of torch::save, a TorchScript module without code.
 Tensors tensors_of_module(const torch::jit::Module& module) {
   Tensors tensors;
   for (const auto& item : module.named_parameters()) tensors[item.name] = item.value.detach();
@@ -107,7 +107,7 @@ Tensors tensors_of_module(const torch::jit::Module& module) {
   return tensors;
 }
 
-/// What tied tensors have in common: memory and form.
+/// The identity that tied tensors share: memory and form.
 std::string identity_of(const at::Tensor& tensor) {
   return c10::str(tensor.const_data_ptr(), " ", tensor.scalar_type(), " ", tensor.sizes(),
                   tensor.strides());
@@ -129,7 +129,7 @@ std::vector<NamedTensor> read_state_file(const std::string& path) {
     caffe2::serialize::PyTorchStreamReader archive(path);
     if (archive.hasRecord("constants.pkl")) return tensors_of_module(torch::jit::load(path));
     Tensors found;
-    // With a context, tensors that share memory in the file share it here.
+    // A context makes tensors that share memory in the file share it here.
     const auto value = torch::jit::readArchiveAndTensors(
         "data", "", "", std::nullopt, std::nullopt, at::kCPU, archive,
         torch::jit::Unpickler::defaultTypeParser,

@@ -25,9 +25,9 @@ void write_state_file(const std::string& path, const std::vector<NamedSpec>& ten
 bool is_state_file(const std::string& path);
 
 /// The tensors of a state dictionary, sorted by name, each once, with tied ones as aliases. `path`
-/// is what Python's `torch.save(dict(model.state_dict()), path)` wrote (dictionaries inside it are
-/// joined by dots), `write_state_file`, or `torch::save(module, path)` in C++. The whole file is in
-/// memory. libtorch reads it; no code of the file is run. Throws CheckpointError for other
+/// is a file of Python's `torch.save(dict(model.state_dict()), path)` (dictionaries inside it are
+/// joined by dots), of `write_state_file`, or of `torch::save(module, path)` in C++. The whole file
+/// is in memory. libtorch reads it; no code of the file is run. Throws CheckpointError for other
 /// contents, also for the OrderedDict that Python's `state_dict()` gives, which libtorch does not
 /// read.
 std::vector<NamedTensor> read_state_file(const std::string& path);

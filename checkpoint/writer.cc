@@ -70,7 +70,7 @@ bool has_our_index(const fs::path& folder) {
   return fs::exists(index) && names_format(read_file(index.string()));
 }
 
-/// What `folder` is or has that no save has made, in words, or empty. One that is `unfinished` has
+/// The content of `folder` that no save has made, in words, or empty. One that is `unfinished` has
 /// no index yet.
 std::string foreign_content(const std::string& folder, bool unfinished) {
   const auto status = fs::symlink_status(folder);
@@ -91,7 +91,7 @@ void check_removable(const std::string& path, const std::string& folder, bool un
                  ". Choose another path, or remove it first.");
 }
 
-/// What a checkpoint that was written over had, and this one has not.
+/// Removes files of an overwritten checkpoint that this one has not.
 void remove_others(const fs::path& folder, const std::set<std::string>& files) {
   std::vector<fs::path> others;
   for (const auto& entry : fs::directory_iterator(folder)) {

@@ -23,12 +23,12 @@ struct NamedTensor {
   std::vector<std::string> aliases;
 };
 
-/// What one rank contributes to a checkpoint. Every tensor is given by exactly one rank.
+/// The contribution of one rank to a checkpoint. Every tensor is given by exactly one rank.
 struct Shard {
   std::vector<NamedTensor> model;
   /// The optimizer of this rank's parameters, see `Index::optimizer`.
   nlohmann::json optimizer = nlohmann::json::object();
-  std::map<std::string, at::Tensor> optimizer_tensors;  ///< By "parameter/field".
+  std::map<std::string, at::Tensor> optimizer_tensors;  ///< Tensors by "parameter/field".
 };
 
 /// Writes a checkpoint folder from several ranks that share a file system. The caller puts a
@@ -55,9 +55,10 @@ class Writer {
   Writer(std::string path, std::shared_ptr<SaveLock> lock, Medium medium = Medium::kDisk);
 
   /// Phase 1, on one rank: locks the checkpoint until `commit`, `abandon` or the end of the last
-  /// copy of this writer, unless a lock was given; removes what a crashed save left and makes the
-  /// temporary folder. Throws CheckpointError, also if another save has the lock, or if `path`, or
-  /// what has the name of a folder of saves, has anything in it that is no part of a checkpoint.
+  /// copy of this writer, unless a lock was given; removes the leftovers of a crashed save and
+  /// makes the temporary folder. Throws CheckpointError, also if another save has the lock, or if
+  /// `path`, or an entry with the name of a folder of saves, has anything in it that is no part of
+  /// a checkpoint.
   void begin() const;
 
   /// Phase 2: writes this rank's files, "model-00001-of-00002.safetensors" and the same for
@@ -65,7 +66,7 @@ class Writer {
   /// Throws CheckpointError.
   std::string write_shard(int64_t shard_id, int64_t shard_count, const Shard& shard) const;
 
-  /// After a phase has failed, on one rank: removes what was written, which may have filled the
+  /// After a phase has failed, on one rank: removes the written files, which may have filled the
   /// disk.
   void abandon() const noexcept;
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# What a build for CUDA takes beside libtorch: headers of CUDA and NCCL, and CUDA's runtime library, from
-# the wheels that pip has installed with torch, else from the toolkit. Nothing is compiled for a GPU, so
-# nvcc is not needed.
+# The parts that a build for CUDA takes beside libtorch: headers of CUDA and NCCL, and CUDA's
+# runtime library, from the wheels that pip has installed with torch, else from the toolkit. Nothing
+# is compiled for a GPU, so nvcc is not needed.
 
 # smp_find_cuda(SOURCE...): has these sources find the headers, and makes the target smp_cuda, which links
 # the libraries.

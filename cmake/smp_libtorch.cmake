@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Finds libtorch where find_package(Torch) would: the zip, the pip wheel or an installed build, named
-# by CMAKE_PREFIX_PATH, Torch_ROOT or Torch_DIR. It is not find_package(Torch), because that demands a
-# CUDA toolkit of whoever links a libtorch that has CUDA, and smp needs only libtorch_cpu and libc10.
+# Finds libtorch where find_package(Torch) would: the zip, the pip wheel or an installed build,
+# named by CMAKE_PREFIX_PATH, Torch_ROOT or Torch_DIR. It is not find_package(Torch), because that
+# demands a CUDA toolkit of every program that links a libtorch with CUDA, and smp needs only
+# libtorch_cpu and libc10.
 
 # smp_find_libtorch([VERSION]): makes the target smp::libtorch and sets SMP_LIBTORCH_DIR,
 # SMP_LIBTORCH_VERSION and SMP_LIBTORCH_CXX_STANDARD, which its headers need. With a version, a libtorch

@@ -13,15 +13,15 @@ namespace smp::comm {
 /// How long messages are.
 struct MessageSize {
   int64_t bytes;
-  /// As `ChannelSpec::host_bytes`.
+  /// The same as `ChannelSpec::host_bytes`.
   int64_t host_bytes = 0;
 };
 
 /// One directed stream of messages between two ranks. Both ends give the same numbers.
 struct ChannelSpec {
   int peer;       ///< The rank at the other end.
-  int tag;        ///< Of the group's messages; used by nothing else while the channel is open.
-  int64_t bytes;  ///< Of the longest message; may be 0.
+  int tag;        ///< Tag of the group's messages; used by nothing else while the channel is open.
+  int64_t bytes;  ///< Length of the longest message; may be 0.
   /// The messages that the receiver is expected to hold at one time. It may hold more, which costs
   /// a copy of each further one.
   int held = 1;
@@ -55,11 +55,11 @@ class Sender {
   virtual const at::Tensor& prepare() = 0;
 
   /// Where the bytes of the message behind `host_bytes` go, when they travel from device to device:
-  /// uint8 on the device, of the memory that prepare() gave the rest of. What is written there must
-  /// be on the current stream. Undefined when all of the message is in host memory.
+  /// uint8 on the device, of the memory that prepare() gave the rest of. Writes to it must be on
+  /// the current stream. Undefined when all of the message is in host memory.
   virtual at::Tensor device_part() { return {}; }
 
-  /// Sends what was written since prepare(). Waits for nobody. The memory is the channel's again.
+  /// Sends the message written since prepare(). Does not wait. The memory is the channel's again.
   virtual void send() = 0;
 
   /// Returns when the messages sent need this rank no more.
@@ -71,7 +71,7 @@ class Receiver {
  public:
   virtual ~Receiver() = default;
 
-  /// As `Sender::set_size`. When no message is expected.
+  /// Does the same as `Sender::set_size`. Called when no message is expected.
   virtual void set_size(const MessageSize& size) = 0;
 
   /// Says that so many further messages will come, so that they can move while this rank computes.

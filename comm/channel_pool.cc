@@ -64,7 +64,7 @@ ChannelPool::Lanes ChannelPool::open(const std::vector<ChannelSpec>& outgoing,
 
 std::vector<ChannelPool::Lane*> ChannelPool::take(LanesByTag& lanes,
                                                   const std::vector<ChannelSpec>& specs) {
-  std::map<std::pair<int, int>, int> taken;  // by peer and kind
+  std::map<std::pair<int, int>, int> taken;  // taken channels by peer and kind
   std::vector<Lane*> result(specs.size());
   for (const size_t i : by_length(specs)) {
     ChannelSpec spec = specs[i];

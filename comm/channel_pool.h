@@ -12,11 +12,11 @@
 namespace smp::comm {
 
 /// The channels of a rank to and from the others of a group, shared by all that use them one after
-/// the other. Who needs channels is given lanes: the lanes to a peer are numbered, and each user
+/// the other. A user of channels is given lanes: the lanes to a peer are numbered, and each user
 /// takes them from the first, so that further users need further channels only where they use more
 /// at one time. A lane is as wide as its widest user: when one needs longer messages, or more of
-/// them at a time, a new channel takes the place of the lane's old one. What was received on that
-/// stays valid and keeps its memory.
+/// them at a time, a new channel takes the place of the lane's old one. Tensors received on that
+/// stay valid and keep its memory.
 ///
 /// Both ends of a lane see the same users in the same order, and so replace it at the same time;
 /// nothing is agreed for it. Belongs to one thread at a time.
@@ -37,14 +37,14 @@ class ChannelPool {
 
   const CommunicatorPtr& group() const { return group_; }
 
-  /// A lane for each spec, in their order, as wide as that at least; the tags are the pool's. What
-  /// was sent on the lanes has been received, or will be before the peer comes here. As
+  /// A lane for each spec, in their order, as wide as that at least; the tags are the pool's.
+  /// Messages sent on the lanes have been received, or will be before the peer comes here. As
   /// `Messages::open_channels` it is called by the ranks at the other ends, too, which list the
-  /// channels between two ranks in the same order, and throws what that throws.
+  /// channels between two ranks in the same order, and throws its errors.
   Lanes open(const std::vector<ChannelSpec>& outgoing, const std::vector<ChannelSpec>& incoming);
 
  private:
-  using LanesByTag = std::map<std::pair<int, int>, Lane>;  // by peer and tag
+  using LanesByTag = std::map<std::pair<int, int>, Lane>;  // lanes by peer and tag
 
   static std::vector<Lane*> take(LanesByTag& lanes, const std::vector<ChannelSpec>& specs);
   static void widen(Lane& lane, const ChannelSpec& spec);

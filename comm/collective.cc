@@ -36,7 +36,7 @@ namespace {
 
 using Kind = Collective::Kind;
 
-// A call and who makes it: what the checks need for their texts.
+// A call and who makes it: the checks need it for their texts.
 struct Caller {
   const Collective& call;
   const std::string& group;

@@ -11,8 +11,8 @@
 
 namespace smp::comm {
 
-/// One call of a collective, as data: what a communicator is asked to do. The methods of
-/// Communicator make these, and say what each kind means.
+/// One call of a collective, as data: the request to a communicator. The methods of Communicator
+/// make these, and define each kind.
 struct Collective {
   enum class Kind : uint8_t {
     kAllReduce,
@@ -54,13 +54,13 @@ struct Collective {
   }
 };
 
-/// What must be the same in the calls of all ranks.
+/// The part of a call that must be the same on all ranks.
 struct Signature {
   Collective::Kind kind = Collective::Kind::kBarrier;
   uint8_t op = 0;
   int8_t dtype = 0;
   int32_t root = -1;
-  int64_t numel = 0;  ///< Of the tensor that has the same size on all ranks; 0 for all_to_all.
+  int64_t numel = 0;  ///< Elements of the tensor of one size on all ranks; all_to_all: 0.
 
   bool operator==(const Signature& other) const;
 
@@ -78,8 +78,8 @@ void check_tensor(const std::string& group, const char* verb, const char* argume
 void check_rank(const std::string& group, const char* verb, const char* argument, int rank,
                 int size);
 
-/// Throws the `UsageError` of what is wrong with a call by rank `rank` of group `group`; fills in
-/// splits that are empty.
+/// Throws a `UsageError` for a wrong call by rank `rank` of group `group`; fills in splits that are
+/// empty.
 void check_collective(Collective& call, const std::string& group, int rank, int size);
 
 }  // namespace smp::comm

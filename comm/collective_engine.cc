@@ -108,7 +108,7 @@ void CollectiveEngine::run_rounds(const Collective& call, std::vector<Round> rou
   wait_for(*transport_, *operation, deadline);
 }
 
-// What the collective `info` needs to tell the other ranks; texts speak of that.
+// Messages that the collective `info` needs; texts speak of that.
 MessageCollectives CollectiveEngine::messages(const OperationInfo& info, const Deadline& deadline) {
   return [this, &info, &deadline](const Collective& call) {
     run_rounds(call, rounds_of(call, group_->rank, group_->size), next_info(info.verb, info.bytes),

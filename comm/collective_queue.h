@@ -34,7 +34,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
   /// exception is thrown.
   ~CollectiveQueue();
 
-  /// Runs the task now, or queues it and waits. Throws what it throws.
+  /// Runs the task now, or queues it and waits. Throws its errors.
   template <class F>
   void run(F&& task) {
     if (!try_occupy()) {
@@ -45,7 +45,7 @@ class CollectiveQueue : public std::enable_shared_from_this<CollectiveQueue> {
     task(Deadline(group_->timeout()));
   }
 
-  /// Queues the task; the work throws what it throws.
+  /// Queues the task; the work throws its errors.
   WorkPtr push(Task task);
 
  private:

@@ -50,15 +50,15 @@ class CollectiveOperations {
 
   /// Sends the r-th part of `input` to rank r and receives rank r's into the r-th part of `output`.
   /// Parts lie one after the other; splits give their numbers of elements, and empty ones mean
-  /// equal parts. What a rank sends must be what the other expects. The two tensors must not
-  /// overlap.
+  /// equal parts. A rank must send as much as the other expects. The two tensors must not overlap.
   Result all_to_all(const at::Tensor& output, const std::vector<int64_t>& output_splits,
                     const at::Tensor& input, const std::vector<int64_t>& input_splits) {
     return issue(
         {Kind::kAllToAll, output, input, ReduceOp::kSum, kNoRoot, output_splits, input_splits});
   }
 
-  /// As all_gather, but only `root` gets the result; elsewhere `output` may be undefined.
+  /// Gathers as all_gather does, but only `root` gets the result; elsewhere `output` may be
+  /// undefined.
   Result gather(const at::Tensor& output, const at::Tensor& input, int root) {
     return issue({Kind::kGather, output, input, ReduceOp::kSum, root, {}, {}});
   }
@@ -103,10 +103,10 @@ class TaskCollectives : public CollectiveOperations<TaskCollectives, void> {
   const std::function<void(const Collective&)> run_;
 };
 
-/// Collectives of a group that follow each other, with what is computed between them.
+/// Collectives of a group that follow each other, with computations between them.
 using CollectiveTask = std::function<void(TaskCollectives& group)>;
 
-/// What all ranks of a group do together. They call the same operations in the same order, with the
+/// Operations of all ranks of a group. They call the same operations in the same order, with the
 /// same op, dtype, number of elements and root; those of different groups may be called in any
 /// order. The methods themselves return when the operation is complete; those of async() start it.
 /// One thread at a time may call them.
@@ -118,13 +118,13 @@ class Collectives : public CollectiveOperations<Collectives, void> {
   virtual WorkPtr start(const Collective& call) = 0;
 
   /// Starts a task on tensors of `device`, which takes its turn among the collectives as one of
-  /// them: it runs on the thread that runs those, and on a device that has streams, on the one on
-  /// which they go. What it throws is thrown by `Work::wait`. What it holds must stay as it is
-  /// until then, and what it leaves for others must have been allocated before.
+  /// them: it runs in turn with them, on their thread and, on a device, on their stream.
+  /// `Work::wait` throws its exception. The tensors that it holds must stay as they are until then,
+  /// and those that it leaves for others must have been allocated before.
   virtual WorkPtr start(at::Device device, CollectiveTask task) = 0;
 
-  /// As start() and wait(), but may be faster: nothing is handed to another thread unless
-  /// collectives of this group are outstanding.
+  /// Does the same as start() and wait(), but may be faster: nothing is handed to another thread
+  /// unless collectives of this group are outstanding.
   virtual void run(const Collective& call) { start(call)->wait(); }
 
   /// `group.async().all_reduce(tensor)` starts an all_reduce and returns its Work.
@@ -141,10 +141,10 @@ class Collectives : public CollectiveOperations<Collectives, void> {
   virtual at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype) = 0;
 
   /// Whether every collective of this group first compares the calls of all ranks, and throws a
-  /// `CommError` on all of them that says which rank called what when they differ. Between ranks of
-  /// one host this is always done; elsewhere it costs a message to and from each rank. Off at first
-  /// unless the environment variable SMP_COMM_CHECK is 1; a split inherits it. All ranks must set
-  /// the same, between the same collectives.
+  /// `CommError` on all of them that says which rank made which call when they differ. Between
+  /// ranks of one host this is always done; elsewhere it costs a message to and from each rank. Off
+  /// at first unless the environment variable SMP_COMM_CHECK is 1; a split inherits it. All ranks
+  /// must set the same, between the same collectives.
   virtual void check_collectives(bool on) = 0;
 };
 

@@ -36,8 +36,8 @@ class Communicator : public Group,
   virtual std::shared_ptr<Communicator> split(const std::vector<int>& members,
                                               const std::string& name) = 0;
 
-  /// What communicators for devices that are made over this one do; a split inherits it. All ranks
-  /// set the same.
+  /// Sets the transport of communicators for devices that are made over this one; a split inherits
+  /// it. All ranks set the same.
   virtual void set_device_transport(const DeviceTransport& transport) = 0;
   virtual DeviceTransport device_transport() const = 0;
 };

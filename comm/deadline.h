@@ -9,7 +9,7 @@
 namespace smp::comm {
 
 /// When a communication must be complete. It is set, or brought forward, while that is under way:
-/// by whoever begins to wait for it.
+/// by a thread that begins to wait for it.
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
@@ -22,7 +22,7 @@ class Deadline {
     return Clock::time_point(Clock::duration(at_.load(std::memory_order_relaxed)));
   }
 
-  /// Now that somebody waits; a deadline that comes earlier stays.
+  /// Sets it when a wait begins; a deadline that comes earlier stays.
   void set(std::chrono::milliseconds from_now) {
     const int64_t at = (Clock::now() + from_now).time_since_epoch().count();
     int64_t current = at_.load(std::memory_order_relaxed);

@@ -11,9 +11,9 @@ namespace smp::comm {
 
 // The collectives that are linear maps of the ranks' tensors, as functions of libtorch's autograd:
 // the gradient goes through the adjoint map, which is another of them. That of a tensor is the
-// gradient of the sum of what the ranks differentiate, its terms added in ascending order of ranks.
-// So the backward pass communicates in the same group, and is made by all its ranks. Results are
-// new, contiguous tensors; tensors that are given may have any strides.
+// gradient of the sum of the ranks' losses, its terms added in ascending order of ranks. So the
+// backward pass communicates in the same group, and is made by all its ranks. Results are new,
+// contiguous tensors; tensors that are given may have any strides.
 
 /// The ranks' tensors added up, or their average: the same shape. Other reductions have no
 /// gradient; see `check_needs_no_gradient`.

@@ -10,7 +10,7 @@
 namespace smp::comm {
 
 /// Where threads of this library meet objects that may be an interpreter's: they call back, and let
-/// go of tensors, only inside the gate. Who gives us such objects closes it before they end, since
+/// go of tensors, only inside the gate. The owner of such objects closes it before they end, since
 /// from then on no other thread may touch them. One per process; open until it is closed.
 class ExitGate {
  public:

@@ -14,7 +14,7 @@ class Group {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  /// "world", "pp[0,2]" ...: what errors call this group.
+  /// "world", "pp[0,2]" ...: the name of this group in errors.
   virtual const std::string& name() const = 0;
 
   /// How long a wait may take, from its start, before it throws `TimeoutError`: 300 s at first; a

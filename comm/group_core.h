@@ -14,14 +14,14 @@ class ProcessGroup;
 
 namespace smp::comm {
 
-/// What a public `smp::Group` stands for.
+/// The core of a public `smp::Group`.
 class GroupCore {
  public:
   virtual ~GroupCore() = default;
 
   /// That of the ranks, at this moment.
   virtual CommunicatorPtr communicator() const = 0;
-  /// By their numbers in the world, ascending.
+  /// Numbers of the ranks in the world, ascending.
   virtual std::vector<int> ranks() const = 0;
   /// See `smp::Group`.
   virtual c10::intrusive_ptr<c10d::ProcessGroup> process_group() const = 0;

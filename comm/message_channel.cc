@@ -24,9 +24,8 @@ at::Tensor make_message(const ChannelSpec& spec, int64_t bytes) {
   return at::empty({bytes}, options);
 }
 
-// Which channel it is of those that a process sends on. The sender tells the receiver, which says
-// it of each message received, so that nobody takes what an earlier channel of this tag has left
-// for its own.
+// Numbers the channels that a process sends on. The sender tells the receiver, which repeats it for
+// each message received, so that a channel does not count messages of an earlier one with this tag.
 using ChannelNumber = uint64_t;
 
 Tag number_tag(const ChannelSpec& spec) { return 12 * (kMaxChannelTag + 1) + spec.tag; }
@@ -86,8 +85,8 @@ class MessageSender final : public Sender {
     return ++count;
   }
 
-  // Waits until the receiver says that it has received a message. What is heard after a time-out
-  // is not lost.
+  // Waits until the receiver says that it has received a message. A message after a time-out is not
+  // lost.
   void hear() {
     if (!heard_.work) {
       heard_.message = to_tensor(0);
@@ -102,7 +101,7 @@ class MessageSender final : public Sender {
   const ChannelSpec spec_;
   const ChannelNumber number_ = next_number();
   int64_t bytes_;
-  int not_received_ = 0;  // as far as was heard
+  int not_received_ = 0;  // messages not received, as far as was heard
   Pending heard_;
   at::Tensor next_;
   std::deque<Pending> sent_;  // their memory is used again, oldest first

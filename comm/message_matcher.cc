@@ -10,7 +10,7 @@
 namespace smp::comm {
 namespace {
 
-// Left uninitialised, unlike what std::make_unique makes.
+// Left uninitialised, unlike that of std::make_unique.
 std::unique_ptr<std::byte[]> make_buffer(size_t bytes) {
   return std::unique_ptr<std::byte[]>(new std::byte[bytes]);
 }
@@ -131,7 +131,7 @@ std::string MessageMatcher::departure(int world_rank) const {
 }
 
 void MessageMatcher::abort() {
-  QueuesByAddress dropped;  // destroyed without the lock: tensors may free what calls back
+  QueuesByAddress dropped;  // destroyed without the lock: freeing tensors may call back
   std::lock_guard<std::mutex> lock(mutex_);
   aborted_ = true;
   dropped.swap(queues_);

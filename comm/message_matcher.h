@@ -46,7 +46,7 @@ class MessageMatcher {
     friend class MessageMatcher;
 
     std::byte* data_ = nullptr;
-    Transfer receive_{};  // whose tensor the bytes go into; otherwise they go into the next
+    Transfer receive_{};  // receive whose tensor the bytes go into; otherwise they go into the next
     std::shared_ptr<Unexpected> unexpected_;
   };
 
@@ -98,7 +98,7 @@ class MessageMatcher {
   Transport& transport_;
   mutable std::mutex mutex_;  // guards everything below
   QueuesByAddress queues_;    // without empty entries: every collective has an address of its own
-  uint64_t count_ = 0;        // of receives and messages that had to wait
+  uint64_t count_ = 0;        // number of receives and messages that had to wait
   std::map<int, std::string> departed_;
   bool aborted_ = false;
 };

@@ -28,7 +28,7 @@ class ReceiveWork : public Work {
 
 using ReceiveWorkPtr = std::shared_ptr<ReceiveWork>;
 
-/// What two ranks of a group tell each other. The methods may be called from several threads.
+/// Messages between two ranks of a group. The methods may be called from several threads.
 class Messages {
  public:
   virtual ~Messages() = default;
@@ -41,12 +41,12 @@ class Messages {
   /// tensor's is a `CommError` that gives both lengths.
   virtual WorkPtr irecv(const at::Tensor& tensor, int source, Tag tag) = 0;
 
-  /// As irecv(), from whichever rank's message with this tag comes first; receives take messages in
-  /// the order in which they were posted, those from one rank and those from any together. CPU
-  /// tensors only (a `UsageError` otherwise).
+  /// Receives like irecv(), from whichever rank's message with this tag comes first; receives take
+  /// messages in the order in which they were posted, those from one rank and those from any
+  /// together. CPU tensors only (a `UsageError` otherwise).
   virtual ReceiveWorkPtr irecv_from_any(const at::Tensor& tensor, Tag tag) = 0;
 
-  /// As isend() and irecv(), and wait.
+  /// Does the same as isend() and irecv(), and waits.
   void send(const at::Tensor& tensor, int destination, Tag tag) {
     isend(tensor, destination, tag)->wait();
   }

@@ -250,7 +250,7 @@ void Operation::end_round() {
 
 void Operation::finish(Transport& transport, std::string error) {
   if (error.empty()) {
-    let_go(std::move(tensors_));  // whose owner may wait for this before it ends
+    let_go(std::move(tensors_));  // their owner may wait for this before it ends
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);

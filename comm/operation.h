@@ -16,7 +16,7 @@
 
 namespace smp::comm {
 
-/// What an operation is, for its messages and its texts.
+/// The operation's name and size, for its messages and its texts.
 struct OperationInfo {
   const char* verb;  ///< "isend", "all_reduce" ...
   size_t bytes;
@@ -42,8 +42,8 @@ void check_abort(const Transport& transport, const GroupState& group, const Oper
 /// Throws the `CommError` of a wait for a process that is no more.
 [[noreturn]] void fail_ended(const GroupState& group, const OperationInfo& info, int rank);
 
-/// Runs the rounds of one communication. Whoever ends the last transfer of a round (the caller,
-/// a peer's thread, the progress thread) starts the next, so an operation goes on while its own
+/// Runs the rounds of one communication. The thread that ends the last transfer of a round (the
+/// caller's, a peer's, the progress thread) starts the next, so an operation goes on while its own
 /// rank computes. It is owned by the user's Work and by its open transfers.
 class Operation : public std::enable_shared_from_this<Operation> {
  public:
@@ -60,7 +60,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
 
   bool done() const { return done_.load(std::memory_order_acquire); }
 
-  /// The failure, to follow on what describe() says; empty if nothing did. Valid once done().
+  /// The failure, to follow the text of describe(); empty if there was none. Valid once done().
   const std::string& error() const { return error_; }
 
   /// The rank whose message a receive from any rank took. Valid once done().
@@ -86,7 +86,7 @@ class Operation : public std::enable_shared_from_this<Operation> {
   mutable std::mutex mutex_;  // guards the next three
   size_t round_ = 0;
   size_t open_ = 0;            // transfers of the round not yet ended; one more while it starts
-  std::vector<bool> is_open_;  // by transfer of the round
+  std::vector<bool> is_open_;  // state of each transfer of the round
 
   std::string error_;  // written before done_, as is the next
   int source_ = kAnyRank;

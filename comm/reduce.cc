@@ -96,7 +96,7 @@ struct BitXor {
 
 struct Average : Sum {};
 
-// What is to be done with all elements. `accumulators` null: the parts are all there is, and go to
+// The request for all elements. `accumulators` null: the parts are all there is, and go to
 // `outputs`; otherwise they are combined into the accumulators.
 struct Request {
   const std::vector<void*>* outputs;
@@ -118,7 +118,7 @@ SMP_ALWAYS_INLINE void combine(Out* out, const Left* left, const Right* right, s
   }
 }
 
-// As combine, for the last of all parts.
+// Does the same as combine, for the last of all parts.
 template <class Op, class A, class Out, class Left, class Right>
 SMP_ALWAYS_INLINE void combine_last(Out* out, const Left* left, const Right* right, size_t count,
                                     int divisor) {

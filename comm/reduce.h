@@ -28,13 +28,13 @@ void check_can_reduce(const std::string& group, const char* verb, c10::ScalarTyp
 void reduce_in_order(const std::vector<void*>& outputs, const std::vector<const void*>& parts,
                      size_t elements, c10::ScalarType dtype, ReduceOp op, int divisor);
 
-// The same in several goes, for parts that are never in one place. What is carried from one to the
-// next has the type in which elements are accumulated: float32 for float16 and bfloat16.
+// The same in several goes, for parts that are never in one place. The intermediate result has the
+// type in which elements are accumulated: float32 for float16 and bfloat16.
 
 /// Bytes of an accumulator.
 size_t accumulator_bytes(c10::ScalarType dtype);
 
-/// Combines `parts` in order, after what is in `accumulators` already if `continues`.
+/// Combines `parts` in order, after the content of `accumulators` if `continues`.
 void accumulate_in_order(void* accumulators, bool continues, const std::vector<const void*>& parts,
                          size_t elements, c10::ScalarType dtype, ReduceOp op);
 

@@ -262,7 +262,7 @@ struct CallExchange::Memory {
   Call own;
   int rank;
   std::vector<int> world_ranks;
-  std::vector<Call> heard;  // by rank
+  std::vector<Call> heard;  // calls by rank
 };
 
 CallExchange::CallExchange(const Call& own, int rank, const std::vector<int>& world_ranks)

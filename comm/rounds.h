@@ -26,14 +26,14 @@ struct Message {
 struct Round {
   std::vector<Message> messages;
   std::function<void()> finish;
-  /// Called when the message of this number has moved, if set: what is wrong with it, which fails
-  /// the operation, or nothing.
+  /// Called when the message of this number has moved, if set: returns its error, which fails the
+  /// operation, or nothing.
   std::function<std::string(size_t message)> check = nullptr;
 };
 
 /// A collective as a list of rounds, the same algorithm over every transport. The rounds refer to
-/// the memory of the tensors of `call`, which is checked (see check_collective); who runs them
-/// keeps the tensors alive. What a rank has for itself is copied here, at once.
+/// the memory of the tensors of `call`, which is checked (see check_collective); their runner keeps
+/// the tensors alive. A rank's own part is copied here, at once.
 ///
 /// - all_reduce, reduce and reduce_scatter: every rank owns a slice, gets all ranks' values of it
 ///   and reduces them in ascending rank order; then it gives the result to whom it belongs. For an
@@ -43,7 +43,7 @@ struct Round {
 /// - barrier: dissemination; in round k, rank r sends to r + 2^k and receives from r - 2^k.
 std::vector<Round> rounds_of(const Collective& call, int rank, int size);
 
-/// A rank tells others what it calls, and hears it from them.
+/// Ranks tell each other their calls.
 class CallExchange {
  public:
   /// `world_ranks`: by rank of the group.

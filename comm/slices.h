@@ -13,7 +13,7 @@ struct Slice {
   size_t end = 0;
   size_t bytes() const { return end - begin; }
 };
-using Slices = std::vector<Slice>;  ///< By rank.
+using Slices = std::vector<Slice>;  ///< Slices by rank.
 
 /// Where slices begin: vector instructions and cache lines of different ranks do not overlap.
 constexpr size_t kSliceAlignment = 64;

@@ -24,7 +24,7 @@ struct GroupState {
   int rank;
   int size;
   int world_rank;                ///< This process's (or rank thread's) rank in the whole job.
-  std::vector<int> world_ranks;  ///< Of all members, by rank in the group.
+  std::vector<int> world_ranks;  ///< World ranks of all members, by rank in the group.
   int context;                   ///< The transport's number for the group; messages stay inside it.
   std::atomic<int64_t> timeout_ms{300'000};
   std::atomic<bool> check_collectives{false};  ///< See Communicator::check_collectives.
@@ -48,7 +48,7 @@ struct Transfer {
 
   const GroupState& group() const;
 
-  /// What is wrong when a message of `got` bytes comes for this receive.
+  /// The error when a message of `got` bytes comes for this receive.
   std::string length_mismatch(size_t got) const;
 
   /// Called by the transport, exactly once and without a lock held, when the message has moved or
@@ -69,7 +69,7 @@ class Transport {
   /// Starts a transfer. May call its `done` before it returns.
   virtual void start(Transfer transfer) = 0;
 
-  /// Makes what progress is possible without blocking.
+  /// Makes the progress that is possible without blocking.
   virtual void poll() = 0;
 
   /// Blocks, making progress, until `ready()` or the deadline; returns the last `ready()`.
@@ -86,8 +86,8 @@ class Transport {
   /// of one host.
   virtual bool shares_memory(int this_rank, int other) const = 0;
 
-  /// Whether each rank of this host has a core for itself, so that one that waits takes it from
-  /// nobody if it looks again for a moment instead of sleeping at once.
+  /// Whether each rank of this host has a core for itself, so that a waiting rank may look again
+  /// for a moment before it sleeps and takes no core from another.
   virtual bool has_core_for_each_rank() const = 0;
 
   /// See Communicator::abort.
@@ -95,14 +95,14 @@ class Transport {
 
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 
-  /// "rank 1 failed: <reason>", empty while nobody has.
+  /// "rank 1 failed: <reason>", empty while none has.
   std::string abort_text() const {
     std::lock_guard<std::mutex> lock(abort_mutex_);
     return abort_text_;
   }
 
  protected:
-  /// False when somebody has aborted before; then nothing changes.
+  /// False when another thread has aborted before; then nothing changes.
   bool set_abort_text(std::string text) {
     std::lock_guard<std::mutex> lock(abort_mutex_);
     if (aborted()) {

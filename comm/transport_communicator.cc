@@ -33,7 +33,7 @@ std::vector<int> ranks_of(const std::string& bytes) {
   return ranks;
 }
 
-// What is wrong with the members that `rank` passes to split(); empty when nothing is.
+// The error in the members that `rank` passes to split(); empty when nothing is.
 std::string problem_of(const std::vector<int>& members, int rank, int size) {
   if (std::adjacent_find(members.begin(), members.end(), std::greater_equal<int>()) !=
       members.end()) {

@@ -9,8 +9,8 @@
 
 namespace smp::comm {
 
-/// Who started this process, by its environment: mpirun; else torchrun, or whoever sets its
-/// variables; else srun with PMIx or PMI-2; else nobody who starts several.
+/// The launcher of this process, found in its environment: mpirun; else torchrun, or a program that
+/// sets its variables; else srun with PMIx or PMI-2; else none.
 enum class Launcher { kMpirun, kTorchrun, kSrun, kNone };
 Launcher launcher();
 
@@ -22,7 +22,8 @@ Launcher launcher();
 CommunicatorPtr make_world(std::chrono::milliseconds timeout = std::chrono::seconds(300),
                            int port = 0);
 
-/// Ends what make_world started; collective, see finalize_mpi and finalize_torchrun_world.
+/// Ends the world that make_world started; collective, see finalize_mpi and
+/// finalize_torchrun_world.
 void finalize_world();
 
 /// True when some rank of the job has called abort(); the process must then end with a non-zero

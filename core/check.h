@@ -9,14 +9,14 @@
 
 namespace smp::core {
 
-/// Sets what errors of this thread say about where they happened, for example
-/// "smp rank 3 pp 1/2". Empty (the default) means plain "smp".
+/// Sets the place in the errors of this thread, for example "smp rank 3 pp 1/2". Empty (the
+/// default) means plain "smp".
 void set_error_context(std::string context);
 
 /// The prefix of an error message: "[smp rank 3 pp 1/2] ".
 std::string error_prefix();
 
-/// What the prefix of this thread's errors says, for `set_error_context` of a thread that goes on
+/// The text in the prefix of this thread's errors, for `set_error_context` of a thread that goes on
 /// with its work: "smp rank 3 pp 1/2".
 std::string error_context();
 
@@ -39,8 +39,8 @@ template <class E, class... Parts>
 
 }  // namespace smp::core
 
-/// Throws `E` unless `condition` holds. The message parts are only evaluated on failure; say
-/// what failed, where, expected and got, and what to do.
+/// Throws `E` unless `condition` holds. The message parts are only evaluated on failure; tell the
+/// failure, the place, the expected and actual values, and the remedy.
 #define SMP_CHECK_WITH(E, condition, ...) \
   do {                                    \
     if (C10_UNLIKELY(!(condition))) {     \
@@ -48,10 +48,10 @@ template <class E, class... Parts>
     }                                     \
   } while (false)
 
-/// As `SMP_CHECK_WITH` with the library's base error.
+/// The same as `SMP_CHECK_WITH` with the library's base error.
 #define SMP_CHECK(condition, ...) SMP_CHECK_WITH(::smp::Error, condition, __VA_ARGS__)
 
-/// For what can only fail through a bug in this library.
+/// For conditions that can only fail through a bug in this library.
 #define SMP_INTERNAL_ASSERT(condition, ...)                                              \
   do {                                                                                   \
     if (C10_UNLIKELY(!(condition))) {                                                    \

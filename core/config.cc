@@ -19,8 +19,8 @@ namespace {
 using core::Parameter;
 using core::Settings;
 
-// What a reader of the configuration wants to see: all that has a value, and of the features of
-// TensorFlow, or that `ddp` switches off, only what is not the default.
+// The parameters to show: all that have a value; features of TensorFlow, and those that `ddp`
+// switches off, only where they differ from the default.
 std::vector<const Parameter*> shown(const Settings& settings) {
   std::vector<const Parameter*> rows;
   for (const Parameter& parameter : core::schema()) {

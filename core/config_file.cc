@@ -116,7 +116,7 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
 // `parameters` given as the path of another file.
 json parameters_file(const std::string& file, const std::string& folder) {
   const std::string path = (std::filesystem::path(folder) / file).string();
-  std::error_code ignored;  // of a name that no file can have
+  std::error_code ignored;  // error of a name that no file can have
   SMP_CHECK_WITH(ConfigError, std::filesystem::is_regular_file(path, ignored),
                  "Expected a string path to an existing modelparallel config, or a dictionary. "
                  "Received: ",

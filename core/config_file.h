@@ -15,7 +15,7 @@ constexpr const char* kParametersVariable = "SM_HP_MP_PARAMETERS";
 /// How the estimator's `distribution` trains: a model divided among ranks, or one on each.
 enum class Strategy { kModelParallel, kDataParallel };
 
-/// What a configuration file says: the parameters, and how to start the ranks. A file is the
+/// The content of a configuration file: the parameters, and how to start the ranks. A file is the
 /// bare object of parameters, or the `distribution` argument of the SageMaker estimator as JSON.
 struct Distribution {
   Strategy strategy = Strategy::kModelParallel;
@@ -32,8 +32,8 @@ struct Distribution {
   /// parameters, relative to this file. Throws `ConfigError`.
   static Distribution from_file(const std::string& path);
 
-  /// As `from_file` from text, which errors call `source_name`; paths in it are relative to the
-  /// working directory.
+  /// Does the same as `from_file`, from text, which errors call `source_name`; paths in it are
+  /// relative to the working directory.
   static Distribution from_json(const std::string& text, const std::string& source_name);
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `Config::validate()` checks: names, values one by one, then parameters against each other.
+// Checks of `Config::validate()`: names, values one by one, then parameters against each other.
 
 #include "core/check.h"
 #include "core/settings.h"
@@ -8,7 +8,7 @@
 namespace smp::core {
 namespace {
 
-/// Collects what is wrong with the settings.
+/// Collects the errors of the settings.
 class Rules {
  public:
   explicit Rules(const Settings& settings) : settings_(settings) {}
@@ -43,7 +43,7 @@ std::optional<T> Rules::if_valid(const std::string& name) const {
   }
 }
 
-// Adds what is wrong about parameter `name`, with the place that set it.
+// Adds the error of parameter `name`, with the place that set it.
 void Rules::add(const std::string& name, const std::string& problem) {
   const auto given = settings_.given(*find_parameter(name));
   const std::string source = given.empty() ? "default" : given.front().layer->source;

@@ -40,6 +40,19 @@ void use_deterministic_kernels() {
   context.setBenchmarkCuDNN(false);
 }
 
+KernelChoice kernel_choice() {
+  const at::Context& context = at::globalContext();
+  return {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
+          context.deterministicCuDNN(), context.benchmarkCuDNN()};
+}
+
+void choose_kernels(const KernelChoice& choice) {
+  at::Context& context = at::globalContext();
+  context.setDeterministicAlgorithms(choice.deterministic, choice.only_warns);
+  context.setDeterministicCuDNN(choice.deterministic_cudnn);
+  context.setBenchmarkCuDNN(choice.benchmarks_cudnn);
+}
+
 bool uses_deterministic_kernels() {
   const at::Context& context = at::globalContext();
   return context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly();

@@ -16,11 +16,19 @@ void set_deterministic_workspace();
 /// with which cuBLAS repeats its sums (`set_deterministic_workspace`).
 void use_deterministic_kernels();
 
+/// The choice that `use_deterministic_kernels` changes.
+struct KernelChoice {
+  bool deterministic, only_warns;
+  bool deterministic_cudnn, benchmarks_cudnn;
+};
+KernelChoice kernel_choice();
+void choose_kernels(const KernelChoice& choice);
+
 /// Whether libtorch takes such kernels now.
 bool uses_deterministic_kernels();
 
-/// Adds to libtorch's error about an operator that has no such kernel what to do about it. Leaves
-/// other errors as they are.
+/// Adds the remedy to libtorch's error about an operator that has no such kernel. Leaves other
+/// errors as they are.
 void explain_if_not_deterministic(c10::Error& error);
 
 /// Returns the result of `call()`, and explains its errors.

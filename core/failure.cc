@@ -116,7 +116,7 @@ Failure failure_of(int rank, const std::exception& error) {
   return failure;
 }
 
-// What this process has left.
+// The failure that this process has left.
 struct Record {
   std::mutex mutex;
   std::optional<std::string> message;
@@ -166,7 +166,7 @@ void record_failure(int rank, const std::string& message, Failure::Kind kind) no
     failure.message = message;
     record(std::move(failure));
   } catch (...) {
-    // As above.
+    // See above.
   }
 }
 
@@ -176,7 +176,7 @@ void note_failed_wait(int rank, const std::exception& error) noexcept {
     const std::lock_guard<std::mutex> lock(own.mutex);
     if (!own.wait) own.wait = failure_of(rank, error);
   } catch (...) {
-    // As above.
+    // See above.
   }
 }
 
@@ -192,7 +192,7 @@ std::optional<std::string> record_failed_wait() noexcept {
     record(*wait);
     return wait->message;
   } catch (...) {
-    return std::nullopt;  // as above
+    return std::nullopt;  // see above
   }
 }
 

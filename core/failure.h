@@ -14,14 +14,14 @@ namespace smp::core {
 /// it and reads the folder when the job has failed.
 constexpr const char* kFailureDirVariable = "SMP_FAILURE_DIR";
 
-/// A rank that others wait for and that waits for nobody, and what it does: "is stopped; it has
+/// A rank that others wait for and that does not wait itself, and its state: "is stopped; it has
 /// been in 1B0 of step 12 for 41 s".
 struct StallCause {
   int rank = 0;
   std::string how;
 };
 
-/// What one rank wrote before it ended.
+/// The record that one rank wrote before it ended.
 struct Failure {
   enum class Kind {
     kOwn,        ///< It failed by itself.
@@ -41,7 +41,7 @@ struct Failure {
   std::string message;
 };
 
-/// What errors of waits for other ranks are besides: what the launcher wants to know of them.
+/// Mixin for errors of waits: tells the launcher which ranks were missing and why.
 class FailedWait {
  public:
   FailedWait(Failure::Kind kind, std::vector<int> missing, std::optional<StallCause> cause)
@@ -63,26 +63,26 @@ class FailedWait {
   std::optional<StallCause> cause_;
 };
 
-/// What an error says, without libtorch's backtrace unless the environment has SMP_BACKTRACE=1.
+/// The text of an error, without libtorch's backtrace unless the environment has SMP_BACKTRACE=1.
 std::string message_of(const std::exception& error);
 
-/// Writes what has failed to `<SMP_FAILURE_DIR>/<rank>`, so that the launcher can name the first
-/// cause after all ranks have ended. Only the first call of a process writes; without the variable
-/// nothing happens. The file appears complete or not at all. May be called from any thread and
-/// from a handler that is about to abort: it never throws.
+/// Writes the failure to `<SMP_FAILURE_DIR>/<rank>`, so that the launcher can name the first cause
+/// after all ranks have ended. Only the first call of a process writes; without the variable
+/// nothing happens. The file appears complete or not at all. May be called from any thread and from
+/// a handler that is about to abort: it never throws.
 void record_failure(int rank, const std::exception& error) noexcept;
 void record_failure(int rank, const std::string& message,
                     Failure::Kind kind = Failure::Kind::kOwn) noexcept;
 
 /// Notes that a wait of this process has failed since another's has ended. The program may catch
-/// that and end: then it is what `record_failed_wait` records. The first call counts.
+/// that and end: then `record_failed_wait` records it. The first call counts.
 void note_failed_wait(int rank, const std::exception& error) noexcept;
 
-/// As `record_failure`, of the wait that was noted. Returns its message; nothing if none was.
+/// Does the same as `record_failure`, of the wait that was noted. Returns its message; nothing if
+/// none was.
 std::optional<std::string> record_failed_wait() noexcept;
 
-/// Whether `message` is what this process has left for the launcher, so that nobody else need say
-/// it.
+/// Whether this process has left `message` for the launcher; other threads then need not report it.
 bool is_recorded(const std::string& message);
 
 /// The failures that the files of `directory` tell of, in the order in which they were recorded:

@@ -25,7 +25,7 @@ inline std::string host_name() {
   return name.data();
 }
 
-/// What tells one PID or network namespace from another; 0 where the kernel does not say.
+/// The number of a PID or network namespace; 0 where the kernel does not say.
 inline uint64_t namespace_number(const char* path) {
   struct stat status {};
   return stat(path, &status) == 0 ? status.st_ino : 0;

@@ -90,7 +90,7 @@ class Descriptor {
   const int fd_;
 };
 
-// The contents of a regular file of at most `most` bytes; else what is wrong, in `problem`.
+// The contents of a regular file of at most `most` bytes; else the error, in `problem`.
 std::string read_regular(const std::string& path, uint64_t most, std::string& problem) {
   // Without O_NONBLOCK opening a pipe would wait for its writer.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
@@ -137,7 +137,7 @@ bool wait_for_writer(int pipe, std::chrono::steady_clock::time_point deadline) {
   }
 }
 
-// Reads a pipe until its writers have closed it; what is wrong is in `problem`.
+// Reads a pipe until its writers have closed it; the error is in `problem`.
 std::string read_to_the_end(int pipe, std::chrono::milliseconds patience, uint64_t most,
                             std::string& problem) {
   const auto deadline = std::chrono::steady_clock::now() + patience;

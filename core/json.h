@@ -13,13 +13,13 @@ namespace smp::core {
 nlohmann::json parse_json(const std::string& text, const std::string& source_name);
 
 /// The contents of a file, which errors call `what` ("the configuration file"). Throws
-/// `ConfigError` that names it and the reason: what is no regular file (it might never end), and
-/// one of more than `most` bytes, is not read.
+/// `ConfigError` that names it and the reason: a file that is not regular (it might never end), or
+/// has more than `most` bytes, is not read.
 std::string read_file(const std::string& path, const std::string& what,
                       uint64_t most = uint64_t{64} << 20);
 
-/// The same of a pipe, which can be read once: what is written into it until it is closed, or the
-/// error's reason if that is not within `patience`.
+/// The same of a pipe, which can be read once: its content until it is closed, or the error's
+/// reason if that is not within `patience`.
 std::string read_pipe(const std::string& path, const std::string& what,
                       std::chrono::milliseconds patience, uint64_t most = uint64_t{64} << 20);
 

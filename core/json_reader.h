@@ -10,8 +10,8 @@
 
 namespace smp::core {
 
-/// A place in a JSON document, from which values are read. What is missing or of the wrong kind
-/// throws `ConfigError` with the document's name, the path and what was expected there:
+/// A place in a JSON document, from which values are read. A missing value, or one of the wrong
+/// kind, is a `ConfigError` with the document's name, the path and the expectation:
 ///
 ///     graph.json: "operators[3].results[0]": expected an integer from 0 to 35, got 99.
 ///
@@ -42,7 +42,7 @@ class JsonReader {
 
   /// Throws: `expected` in words, and the value found.
   [[noreturn]] void fail_expected(const std::string& expected) const;
-  /// Throws: `problem` as a sentence without a full stop, then what to do.
+  /// Throws: `problem` as a sentence without a full stop, then the remedy.
   [[noreturn]] void fail(const std::string& problem, const std::string& remedy) const;
 
  private:

@@ -10,10 +10,10 @@
 
 namespace smp::core {
 
-/// Tensors that are kept until a stream has done what uses them. For memory of one stream that
-/// another one uses: to record the use (`recordDataPtrOnStream`) would not do, since libtorch's
-/// allocator forgets what is recorded while any thread captures a graph on the device. Belongs to
-/// one thread.
+/// Tensors that are kept until a stream has done the work that uses them. For memory of one stream
+/// that another one uses: to record the use (`recordDataPtrOnStream`) would not do, since
+/// libtorch's allocator forgets uses that are recorded while any thread captures a graph on the
+/// device. Belongs to one thread.
 class KeptTensors {
  public:
   KeptTensors() = default;

@@ -42,7 +42,7 @@ constexpr std::string_view kAnyStep = "step";
 /// The call that this thread is in, or works for.
 const PublicCall& this_public_call();
 
-/// Until the end of the block this thread is in `call`; then in what it was in before.
+/// Until the end of the block this thread is in `call`; then in the one before.
 class PublicCallScope {
  public:
   explicit PublicCallScope(const PublicCall& call);

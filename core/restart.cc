@@ -22,12 +22,13 @@ namespace {
 
 constexpr const char* kSteps = "/steps";              // a number of a fixed width, written over
 constexpr const char* kCheckpoints = "/checkpoints";  // JSON, [path, steps], a line
-constexpr const char* kKeptSteps = "/kept";           // as kSteps
+constexpr const char* kKeptSteps = "/kept";           // like kSteps
 constexpr const char* kConfiguration = "/configuration";
 constexpr const char* kArrival = "arrived-";  // and the rank: an empty file
 constexpr const char* kRankVariable = "OMPI_COMM_WORLD_RANK";
 
-/// One call, so that whoever is killed has written all of it or nothing. Errors are ignored.
+/// Writes in one call, so that a process that is killed has written all of it or nothing. Errors
+/// are ignored.
 void write_once(const char* file, int flags, const std::string& text) noexcept {
   const int fd = ::open(file, O_WRONLY | O_CREAT | O_CLOEXEC | flags, 0600);
   if (fd < 0) return;
@@ -86,7 +87,7 @@ Restart restart_of(const nlohmann::json& json) {
   return Restart{json.at("number").get<int>(), std::move(before)};
 }
 
-/// What torchrun's agent says of itself.
+/// The restart that torchrun's agent describes.
 std::optional<Restart> restart_by_agent() {
   const auto directory = env(kRecoveryDirVariable);
   const auto count = env("TORCHELASTIC_RESTART_COUNT");

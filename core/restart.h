@@ -23,8 +23,8 @@ std::string kept_copy_path(const std::string& folder);
 
 /// A checkpoint that is complete and has the optimizer.
 struct SavedCheckpoint {
-  std::string path;   ///< as the program gave it
-  int64_t steps = 0;  ///< of training that are in it
+  std::string path;   ///< path that the program gave
+  int64_t steps = 0;  ///< training steps that are in it
 
   bool operator==(const SavedCheckpoint& other) const {
     return path == other.path && steps == other.steps;
@@ -61,24 +61,24 @@ void note_kept_copy(int64_t steps) noexcept;
 /// Notes the configuration in effect, text of JSON, for the launcher that has to start the job
 /// again.
 void note_configuration(const std::string& json) noexcept;
-/// What was noted in `directory`; nothing if no rank 0 that sees it has begun.
+/// The configuration noted in `directory`; nothing if no rank 0 that sees it has begun.
 std::optional<std::string> read_configuration(const std::string& directory);
 
-/// What was noted in `directory`; nothing if no rank 0 that sees it has begun.
+/// The progress noted in `directory`; nothing if no rank 0 that sees it has begun.
 std::optional<JobProgress> read_progress(const std::string& directory);
 
-/// What a job that was started again is told.
+/// The news of a restart for the ranks of a job.
 struct Restart {
   int number = 0;      ///< 1 for the first restart
-  JobProgress before;  ///< of the starts before this one
+  JobProgress before;  ///< progress of the starts before this one
 
   std::string to_text() const;
-  /// Throws `ConfigError` for what is no such text.
+  /// Throws `ConfigError` for another text.
   static Restart from_text(const std::string& text);
 };
 
-/// That of this process, by `smprun`, or by torchrun's agent, which counts its restarts, with what
-/// is noted in `SMP_RECOVERY_DIR`; nothing for a job that is started for the first time.
+/// That of this process, by `smprun`, or by torchrun's agent, which counts its restarts, with the
+/// notes in `SMP_RECOVERY_DIR`; nothing for a job that is started for the first time.
 std::optional<Restart> this_restart();
 
 }  // namespace smp::core

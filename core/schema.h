@@ -64,7 +64,7 @@ const Parameter* find_parameter(const std::string& name);
 /// The name or alias in the schema with the smallest edit distance to `name`.
 std::string nearest_parameter(const std::string& name);
 
-/// Of `candidates` (not empty), the first with the smallest edit distance to `name`.
+/// The first of `candidates` (not empty) with the smallest edit distance to `name`.
 std::string nearest_name(const std::string& name, const std::vector<std::string>& candidates);
 
 /// True for keys that occur in public SMP 1.x scripts without any documentation.
@@ -77,8 +77,8 @@ std::string expected_values(const Parameter& parameter);
 /// for an integer parameter, an integer a double for a number. Others are returned unchanged.
 ConfigValue normalised(const Parameter& parameter, const ConfigValue& value);
 
-/// What is wrong with the type or the range of `value`, or nothing. `key` is the name it was given
-/// under, `text` the value as it was written.
+/// The error in the type or the range of `value`, or nothing. `key` is the name it was given under,
+/// `text` the value as it was written.
 std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
                                          const ConfigValue& value, const std::string& text);
 

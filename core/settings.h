@@ -11,28 +11,28 @@ namespace smp::core {
 
 /// A value that a source gives to a parameter.
 struct Setting {
-  std::string name;   ///< as given: the parameter's name, its alias, or unknown
+  std::string name;   ///< name as given: the parameter's, its alias, or unknown
   std::string path;   ///< where in the source, for messages
   ConfigValue value;  ///< empty if no parameter takes it, as an array
   std::string text;   ///< the value as JSON, for messages
 };
 
-/// What one source says.
+/// The settings of one source.
 struct Layer {
   std::string source;
   std::vector<Setting> settings;
 
-  /// What it says about a parameter, by name or alias; nullptr if nothing.
+  /// The setting of a parameter, by name or alias; nullptr if nothing.
   const Setting* find(const Parameter& parameter) const;
 };
 
-/// What all sources say, and what of it is in effect: the contents of a `Config`.
+/// The settings of all sources, and which of them are in effect: the contents of a `Config`.
 class Settings {
  public:
   /// From the strongest source to the weakest.
   std::array<const Layer*, 3> layers() const { return {&environment, &file, &program}; }
 
-  /// What the sources say about a parameter, from the strongest that says something.
+  /// The settings of a parameter, from the strongest that says something.
   struct Given {
     const Layer* layer;
     const Setting* setting;
@@ -47,7 +47,7 @@ class Settings {
   ConfigValue default_of(const Parameter& parameter) const;
   bool is_set(const std::string& name) const;
 
-  /// As `Config::problems`.
+  /// See `Config::problems`.
   std::vector<std::string> problems() const;
 
   Layer environment;

@@ -34,7 +34,8 @@ void* interrupted_at(const void* context) {
 #endif
 }
 
-// Of a deep stack, what the rank is in and what called that: as much as others can see.
+// Keeps the two ends of a deep stack, the innermost functions and their outermost callers, as many
+// as others can see.
 void** without_middle(void** begin, void** end) {
   constexpr int kMost = StatusMemory::Stack::kFrames, kInnermost = kMost / 4;
   if (end - begin <= kMost) return end;
@@ -48,7 +49,7 @@ void answer(int /*signal*/, siginfo_t* /*sender*/, void* context) {
   if (Status* const status = this_status()) {
     std::array<void*, 128> frames{};
     const int count = backtrace(frames.data(), static_cast<int>(frames.size()));
-    // The first are this function's and those of whoever calls handlers.
+    // The first are this function's and those of the code that calls handlers.
     void** const end = frames.data() + count;
     void** const begin = std::find(frames.data(), end, interrupted_at(context));
     status->set_stack(begin, without_middle(begin, end));
@@ -93,7 +94,7 @@ bool answer_stack_requests() {
     if (sigaction(kRequest, nullptr, &current) != 0) return false;
     if ((current.sa_flags & SA_SIGINFO) != 0 || current.sa_handler != SIG_DFL) return false;
     void* frame = nullptr;
-    backtrace(&frame, 1);  // loads what it needs
+    backtrace(&frame, 1);  // loads its libraries
     struct sigaction ours = {};
     ours.sa_sigaction = answer;
     ours.sa_flags = SA_SIGINFO | SA_RESTART | SA_ONSTACK;

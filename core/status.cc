@@ -75,12 +75,12 @@ Status::Status(const StatusOwner& owner, std::chrono::nanoseconds stall)
   for (const std::string& host : owner.hosts) text += printable(host) + "\n";
   bytes_ = sizeof(StatusMemory) + text.size();
   fd_ = memfd_create("smp-status", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  // Readers take only what cannot become shorter while they read it.
+  // Readers take only memory that cannot become shorter while they read it.
   if (fd_ >= 0 && (ftruncate(fd_, static_cast<off_t>(bytes_)) != 0 ||
                    fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)) {
     close(std::exchange(fd_, -1));
   }
-  // Without a descriptor nobody will see it.
+  // Without a descriptor no other process will see it.
   void* const data = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE,
                           MAP_SHARED | (fd_ < 0 ? MAP_ANONYMOUS : 0), fd_, 0);
   if (data == MAP_FAILED) throw std::bad_alloc();

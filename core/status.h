@@ -22,8 +22,8 @@
 
 namespace smp::core {
 
-/// A short text that is written and read without a lock: "1B0", "receive 5F2". What is longer is
-/// cut off.
+/// A short text that is written and read without a lock: "1B0", "receive 5F2". Longer ones are cut
+/// off.
 class Label {
  public:
   static constexpr size_t kLength = 24;
@@ -44,10 +44,10 @@ class Label {
   Words words_{};
 };
 
-/// Memory that one rank writes and everybody may read at any time (see core/status_reader.h): what
-/// the rank does, and, where it waits for others, for whom. Each part is a cache line with a number
-/// that is odd while the part is written, so that a reader knows that it has read half of two.
-/// Times are of the steady clock, in ns.
+/// Memory that one rank writes and every process may read at any time (see core/status_reader.h):
+/// the rank's action, and, where it waits, the ranks that it waits for. Each part is a cache line
+/// with a number that is odd while the part is written, so that a reader knows that it has read
+/// half of two. Times are of the steady clock, in ns.
 struct StatusMemory {
   static constexpr uint64_t kMagic = 0x32737574617473'00;  // changes with the layout
 
@@ -62,7 +62,7 @@ struct StatusMemory {
   struct alignas(64) Waiting {
     static constexpr size_t kRanks = 4;
     std::atomic<uint32_t> version;
-    std::atomic<uint32_t> count;  // of the ranks that it waits for; 0: it does not wait
+    std::atomic<uint32_t> count;  // number of ranks that it waits for; 0: it does not wait
     std::atomic<int64_t> since;
     std::array<std::atomic<int32_t>, kRanks> ranks;  // the first of them, in the world
     SharedLabel call;                                // "all_reduce"
@@ -74,14 +74,14 @@ struct StatusMemory {
     std::atomic<uint32_t> count;
     std::array<std::atomic<uint64_t>, kFrames> frames;  // addresses, innermost first
   };
-  /// Written before anybody can read it, but for `warned`.
+  /// Written before others can read it, but for `warned`.
   struct alignas(64) Owner {
     uint64_t magic;
     int32_t rank;
     pid_t process;
     pid_t thread;
-    uint32_t text_bytes;  // of the job's identity, name and program and of each rank's host, a line
-                          // each, behind this
+    uint32_t text_bytes;  // bytes of the job's identity, name and program and of each rank's host,
+                          // a line each, behind this
     int64_t started;
     std::atomic<int64_t> warned;  // when the rank has last told of a stall; 0: never
   };
@@ -92,16 +92,16 @@ struct StatusMemory {
   Owner owner;
 };
 
-/// What is the same for all that a rank tells of itself.
+/// The fixed part of a rank's status.
 struct StatusOwner {
-  std::string job_id;  ///< Of this job alone.
-  std::string job;     ///< What users call it; jobs may have the same name.
+  std::string job_id;  ///< Identity of this job alone.
+  std::string job;     ///< Name that users give it; jobs may have the same one.
   int rank = 0;        ///< In the world.
-  /// By rank of the world.
+  /// Hosts by rank of the world.
   std::vector<std::string> hosts;
 };
 
-/// What a rank says of itself while it works: a few stores into memory of its own, for `smprun
+/// The status that a rank writes while it works: a few stores into memory of its own, for `smprun
 /// --status` and for the other ranks when they wait for it. The memory has no name in a file system
 /// (memfd_create): others open it by way of /proc, and it is gone when its process is.
 ///
@@ -110,8 +110,8 @@ class Status {
  public:
   using Clock = std::chrono::steady_clock;
 
-  /// Of the rank that the calling thread is. `stall` is how long a wait may last before it is
-  /// warned of; 0: for ever.
+  /// Makes the status of the calling thread's rank. `stall` is how long a wait may last before it
+  /// is warned of; 0: for ever.
   Status(const StatusOwner& owner, std::chrono::nanoseconds stall);
   Status(const Status&) = delete;
   Status& operator=(const Status&) = delete;
@@ -172,7 +172,7 @@ void set_process_status(std::shared_ptr<Status> status);
 void set_thread_status(std::shared_ptr<Status> status);
 
 /// In a thread that works for a rank: its waits are the rank's while that is `ServedBy(server)`;
-/// with null they are nobody's.
+/// with null they are no rank's.
 class ServingThread {
  public:
   ServingThread(std::shared_ptr<Status> status, const void* server);
@@ -181,7 +181,8 @@ class ServingThread {
   ServingThread& operator=(const ServingThread&) = delete;
 };
 
-/// Whom this thread serves, null if nobody: those that it starts to help it serve the same.
+/// The rank's server that this thread serves, null if none: those that it starts to help it serve
+/// the same.
 const void* this_server();
 
 /// While the rank's thread sleeps until another has done its work; when that ends by an error,
@@ -198,7 +199,7 @@ class ServedBy {
   const int exceptions_;  // under way before
 };
 
-/// Puts back at the end of the block what the rank did before it.
+/// Restores at the end of the block the rank's action before it.
 class ActionScope {
  public:
   ActionScope() : status_(this_status()), before_(status_ ? status_->action() : Label()) {}
@@ -220,8 +221,8 @@ class ActionScope {
   bool is_set_ = false;
 };
 
-/// A call of the user's, until the end of the block: what the status and errors of waits name, and
-/// what ranks compare where they meet. One inside another belongs to that.
+/// A call of the user's, until the end of the block: the status and errors of waits name it, and
+/// ranks compare it where they meet. One inside another belongs to that.
 class CallScope {
  public:
   /// `call` as errors have it; `action` as the status has it, the same if empty; `kind` as
@@ -236,10 +237,10 @@ class CallScope {
   Status* const status_;
   const bool is_outermost_;
   ActionScope action_;
-  std::optional<PublicCallScope> compared_;  // of the outermost on its thread
+  std::optional<PublicCallScope> compared_;  // call scope of the outermost on its thread
 };
 
-/// What a rank does between calls.
+/// The name of a rank's work between calls.
 constexpr const char* kUsersCode = "user's code";
 
 }  // namespace smp::core

@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 constexpr size_t kMostBytes = size_t{16} << 20;  // the names of a million hosts
 
-// Memory that is another's may be anything; what is mapped is as large as it says, and stays so.
+// Memory that is another's may be anything; the mapping is as large as it says, and stays so.
 std::shared_ptr<const StatusMemory> map(const fs::path& path, size_t& bytes) {
   const int fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
   if (fd < 0) return nullptr;

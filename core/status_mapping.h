@@ -14,10 +14,10 @@
 
 namespace smp::core {
 
-/// What a rank says of itself, mapped by somebody else.
+/// The status of a rank, mapped by another process.
 class StatusMapping {
  public:
-  /// Of those that do not depend on the number of ranks.
+  /// Number of texts that do not depend on the number of ranks.
   static constexpr size_t kFewestTexts = 3;
 
   const StatusMemory& memory() const { return *memory_; }
@@ -35,7 +35,8 @@ class StatusMapping {
   std::vector<std::string> texts_;
 };
 
-/// Of the ranks that a process of this user is; none if it cannot be seen in /proc.
+/// Maps the statuses of the ranks that a process of this user is; none if it cannot be seen in
+/// /proc.
 std::vector<StatusMapping> map_statuses(pid_t process);
 
 template <class T>

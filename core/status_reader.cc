@@ -28,7 +28,7 @@ namespace fs = std::filesystem;
 
 using Kind = ThreadState::Kind;
 
-// What a rank's memory says, and whose it is.
+// The content of a rank's memory, and whose it is.
 struct Line {
   std::string job_id;
   std::string job;
@@ -50,7 +50,7 @@ std::string text_in(const StatusMemory::SharedLabel& where) {
   return printable(Label(words).text());
 }
 
-// Of a rank of `ranks`; others that it names are none.
+// Reads the status of a rank of `ranks`; others that it names are none.
 RankStatus status_in(const StatusMemory& memory, size_t ranks) {
   const auto is_rank = [&](int rank) { return rank >= 0 && static_cast<size_t>(rank) < ranks; };
   RankStatus status;
@@ -114,7 +114,7 @@ std::vector<Line> read_lines() {
   return lines;
 }
 
-// --- What the kernel says ---
+// --- The kernel's view ---
 
 // The letter of its state and the ticks of processor time.
 struct Stat {
@@ -217,8 +217,8 @@ ThreadState state_of(const Line& line) {
   return state;
 }
 
-// A thread that sleeps may only do so at the moment: it computes if its processor time grows, or if
-// its rank has just begun what it does.
+// A sleeping thread may be asleep only briefly: it counts as computing if its processor time grows,
+// or if its rank has just begun an action.
 void find_states(std::vector<Line>& lines) {
   constexpr std::chrono::milliseconds kPeriod{200};
   const int64_t kWorth = sysconf(_SC_CLK_TCK) / 20;  // a quarter of the period
@@ -254,7 +254,7 @@ void add_ended(JobStatus& job) {
 
 std::vector<JobStatus> to_jobs(std::vector<Line> lines) {
   find_states(lines);
-  // What says the same number and other hosts is another job.
+  // A job with the same id and other hosts is another job.
   std::map<std::pair<std::string, std::vector<std::string>>, JobStatus> by_id;
   for (const Line& line : lines) {
     JobStatus& job = by_id[{line.job_id, line.hosts}];

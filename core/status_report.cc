@@ -71,8 +71,8 @@ std::string place_of(const RankStatus& one) {
   return one.step == 0 ? what : c10::str(what, is_between ? " after" : " of", " step ", one.step);
 }
 
-// "clock_nanosleep < load_batch < main": where a rank is, and who called that. Of many the first
-// and the last, which are the program's.
+// "clock_nanosleep < load_batch < main": where a rank is, and who called that. If there are many,
+// the first and the last, which are the program's.
 std::string stack_text(std::vector<std::string> stack) {
   constexpr size_t kInnermost = 4, kOutermost = 8;
   if (stack.size() > kInnermost + 1 + kOutermost) {
@@ -108,7 +108,7 @@ std::string wait_text(const RankStatus& one, int next) {
   return c10::str("waits for rank ", next, " in ", in);
 }
 
-// Who waits for whom, from a rank on.
+// The chain of waits from a rank on.
 struct Chain {
   enum class End { kRank, kElsewhere, kCircle };
   std::vector<const RankStatus*> waiting;

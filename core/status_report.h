@@ -12,19 +12,19 @@
 
 namespace smp::core {
 
-/// What the kernel says of a rank's thread.
+/// The state of a rank's thread, from the kernel.
 struct ThreadState {
   enum class Kind {
     kComputes,  ///< It runs, or its processor time grows.
     kSleeps,
-    kStopped,  ///< By a signal or a debugger.
+    kStopped,  ///< Stopped by a signal or a debugger.
     kBlocked,  ///< In the kernel, where no signal reaches it: a disk, a file system, swapped
                ///< memory.
     kEnded,
   };
   Kind kind = Kind::kComputes;
   std::string in;  ///< The system call in which it sleeps or is blocked; empty where not known.
-  int64_t swapped_mib = 0;  ///< Of its process's memory.
+  int64_t swapped_mib = 0;  ///< Swapped memory of its process.
 };
 
 /// A rank of this host as it was a moment ago.
@@ -36,12 +36,12 @@ struct RankStatus {
   double action_seconds = 0;
   std::vector<int> waits_for;  ///< The first ranks that it waits for; empty if it does not wait.
   int more = 0;                ///< How many others it waits for.
-  std::string wait;            ///< In what: "all_reduce".
+  std::string wait;            ///< The operation of the wait: "all_reduce".
   double wait_seconds = 0;
   double warned_seconds = -1;  ///< Since it has told of a stall; negative: it has not.
   ThreadState state;
-  /// The functions that it is in, innermost first; empty where nobody has asked, or it has not
-  /// said.
+  /// The functions that it is in, innermost first; empty where it was not asked, or has not
+  /// answered.
   std::vector<std::string> stack;
 
   bool is_waiting() const;
@@ -49,13 +49,13 @@ struct RankStatus {
 
 /// The ranks of a job on this host.
 struct JobStatus {
-  std::string id;    ///< Of this job alone.
-  std::string name;  ///< What users call it.
+  std::string id;    ///< Identity of this job alone.
+  std::string name;  ///< Name that users give it.
   std::string program;
   double seconds = 0;              ///< Since it began.
-  int host = 0;                    ///< By what `hosts` calls this one.
-  std::vector<std::string> hosts;  ///< Of all ranks of the world.
-  std::vector<RankStatus> ranks;   ///< Of this host, ascending.
+  int host = 0;                    ///< Index of this host in `hosts`.
+  std::vector<std::string> hosts;  ///< Hosts of all ranks of the world.
+  std::vector<RankStatus> ranks;   ///< Ranks of this host, ascending.
 
   const RankStatus* find(int rank) const;
 };

@@ -100,7 +100,7 @@ void note_stopping() noexcept {
       std::ofstream(*directory + kStopping).put('\n').flush();
     }
   } catch (...) {
-    // The launcher then says of the job what it says of any other.
+    // The launcher then reports the job like any other.
   }
 }
 

@@ -46,8 +46,8 @@ std::vector<Mapping> mappings_of(pid_t process) {
   return mappings;
 }
 
-// The symbols of an ELF file. What is not as it should be has none. Read and not mapped: memory of
-// a file that becomes shorter, as when a program is built again, is a SIGBUS.
+// The symbols of an ELF file. A malformed file has none. Read and not mapped: memory of a file that
+// becomes shorter, as when a program is built again, is a SIGBUS.
 class SymbolFile {
  public:
   explicit SymbolFile(const std::string& path)
@@ -71,7 +71,7 @@ class SymbolFile {
   SymbolFile(const SymbolFile&) = delete;
   SymbolFile& operator=(const SymbolFile&) = delete;
 
-  // Where the program has what lies there in the file, before it is moved as a whole.
+  // The address of the part at that offset in the file, before it is moved as a whole.
   std::optional<uint64_t> address_of(uint64_t offset) const {
     for (const auto& segment : segments_) {
       if (segment.p_type == PT_LOAD && offset >= segment.p_offset &&
@@ -175,7 +175,7 @@ size_t end_of_brackets(const std::string& text, size_t begin) {
 
 constexpr std::string_view kOperator = "operator", kAnonymous = "(anonymous namespace)";
 
-// Of what belongs to the word "operator" before `begin`: "()", "<<", " bool".
+// The end of the sign of an operator at `begin`: "()", "<<", " bool".
 size_t end_of_operator(const std::string& text, size_t begin) {
   if (text.compare(begin, 1, " ") == 0) return std::min(text.find('(', begin), text.size());
   for (const std::string_view sign :
@@ -212,11 +212,11 @@ std::string short_name(const std::string& demangled) {
       i = end_of_brackets(demangled, i);
     } else if (begins("decltype")) {
       i = end_of_brackets(demangled, std::min(demangled.find('(', i), demangled.size()));
-    } else if (begins("(")) {  // parameters, of what a lambda is in
+    } else if (begins("(")) {  // parameters of the function around a lambda
       i = end_of_brackets(demangled, i);
       if (!begins("::")) break;
     } else if (begins(" ")) {
-      name.clear();  // that was what it returns
+      name.clear();  // that was the result type
       ++i;
     } else {
       take(i + 1);

@@ -12,14 +12,14 @@ namespace smp::core {
 /// The functions of a process at these addresses: "load_batch", or "gpt+0x1a2b3", the file and the
 /// address in it, where its symbols do not say. Reads /proc and the program's files. `addresses`
 /// are a stack's: the first is that of an instruction, the others return to the one after a call,
-/// and 0 stands for what was left out, "...".
+/// and 0 stands for omitted ones, "...".
 std::vector<std::string> function_names(pid_t process, const std::vector<uint64_t>& addresses);
 
-/// Of a stack's functions those that tell something: not what called `main` or a thread's function,
-/// and of the standard library's that call each other only the innermost.
+/// Functions of a stack without plumbing: not the callers of `main` or of a thread's function, and
+/// only the innermost of the standard library's that call each other.
 std::vector<std::string> without_plumbing(const std::vector<std::string>& names);
 
-/// A demangled name without template arguments, parameters and what a function returns:
+/// A demangled name without template arguments, parameters and a function's result type:
 /// "std::vector::at".
 std::string short_name(const std::string& demangled);
 

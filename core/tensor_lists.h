@@ -24,8 +24,8 @@ bool lie_alike(const at::Tensor& a, const at::Tensor& b);
 /// Whether no two of these tensors share memory.
 bool lie_apart(const std::vector<at::Tensor>& tensors);
 
-/// Whether one kernel can go through lists together: what they hold at one index fits lists, is of
-/// one device and dtype, lies alike, and nothing shares memory.
+/// Whether one kernel can go through lists together: their tensors at one index fit lists, are of
+/// one device and dtype, lie alike, and share no memory.
 bool fit_one_kernel(const std::vector<std::vector<at::Tensor>>& lists);
 
 /// Copies and additions of tensors, each into another one: in one call for all of a device and
@@ -36,14 +36,14 @@ class TensorUpdates {
   void copy(const at::Tensor& to, const at::Tensor& from);
   /// `to.add_(from)`, now or in `run`.
   void add(const at::Tensor& to, const at::Tensor& from);
-  /// Does what waits: copies, then additions.
+  /// Does the waiting operations: copies, then additions.
   void run();
 
  private:
   struct Lists {
     std::vector<at::Tensor> to, from;
   };
-  // Dtypes: of what is written and of what is read.
+  // Dtypes of the written tensor and of the read one.
   using Key = std::tuple<c10::DeviceType, c10::DeviceIndex, at::ScalarType, at::ScalarType>;
 
   static Key key_of(const at::Tensor& to, const at::Tensor& from);

@@ -21,7 +21,7 @@ constexpr bool kSanitizes = __has_feature(address_sanitizer);
 constexpr bool kSanitizes = false;
 #endif
 
-/// Where the start of the block is noted: in front of what is given out.
+/// Where the start of the block is noted: in front of the memory given out.
 void*& block_of(void* data) { return static_cast<void**>(data)[-1]; }
 
 void release(void* data) {
@@ -36,7 +36,7 @@ class MallocAllocator final : public c10::Allocator {
     if (bytes == 0) return {nullptr, nullptr, &release, c10::Device(c10::kCPU)};
     constexpr size_t kMore = c10::gAlignment + sizeof(void*);
     void* const block = bytes + kMore > bytes ? std::malloc(bytes + kMore) : nullptr;
-    // It says in its own words what is missing.
+    // It reports the failure in its own words.
     if (block == nullptr) return c10::GetDefaultCPUAllocator()->allocate(bytes);
     void* data = static_cast<void**>(block) + 1;
     size_t space = bytes + c10::gAlignment;

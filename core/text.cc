@@ -73,7 +73,7 @@ std::string escaped(std::string_view text, std::string_view kept) {
 }  // namespace
 
 std::string printable(std::string_view text, size_t most) {
-  // As much of a long one as may be shown, and one character more.
+  // Escapes as much of a long text as may be shown, and one character more.
   std::string shown = escaped(text.substr(0, most + 4), "");
   if (text.size() <= most + 4 && shown.size() <= most) return shown;
   most = std::min(most, shown.size());

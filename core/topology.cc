@@ -46,7 +46,7 @@ std::string divisors(int number) {
   return text;
 }
 
-// `remedy`: what else helps than another degree.
+// `remedy`: a cure other than another degree.
 void check_divisor(const char* key, int64_t degree, const char* whole_name, int whole,
                    const std::string& remedy) {
   SMP_CHECK_WITH(ConfigError, degree <= whole && whole % degree == 0, "config key \"", key,

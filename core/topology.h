@@ -79,8 +79,8 @@ class Topology {
   int tp_ = 1;
   int rdp_ = 1;
   std::string strategy_;
-  std::vector<Place> places_;       // by world rank
-  std::vector<std::string> hosts_;  // by world rank
+  std::vector<Place> places_;       // places by world rank
+  std::vector<std::string> hosts_;  // hosts by world rank
 };
 
 /// Prints `topology.to_string()`.

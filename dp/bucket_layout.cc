@@ -22,7 +22,7 @@ int64_t bytes_of(const at::TensorOptions& options, int64_t numel) {
 
 int64_t round_up(int64_t numel, int64_t unit) { return (numel + unit - 1) / unit * unit; }
 
-/// What a gradient takes in a bucket.
+/// The number of elements that a gradient takes in a bucket.
 int64_t padded_numel(int64_t numel, const at::TensorOptions& options, int parts) {
   return round_up(numel, parts > 1 ? kDivisibleElements : kAlignment / bytes_of(options, 1));
 }
@@ -46,7 +46,7 @@ std::vector<std::vector<size_t>> fill_buckets(const std::vector<BucketItem>& ite
   struct Bucket {
     int64_t limit;
     int64_t size = 0;
-    size_t completed = 0;  // by which item
+    size_t completed = 0;  // index of the item that completes it
     std::vector<size_t> members = {};
   };
   std::vector<Bucket> full;

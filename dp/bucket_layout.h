@@ -18,10 +18,10 @@ struct BucketLayout {
     size_t bucket;
     int64_t offset;  ///< in elements
   };
-  std::vector<std::vector<size_t>> members;  ///< by bucket: parameters, as they become ready
-  std::vector<int64_t> numel;                ///< by bucket, with the gaps
-  std::vector<at::TensorOptions> options;    ///< by bucket: dtype and device
-  std::vector<Slot> slots;                   ///< by parameter
+  std::vector<std::vector<size_t>> members;  ///< parameters of each bucket, as they become ready
+  std::vector<int64_t> numel;                ///< elements of each bucket, with the gaps
+  std::vector<at::TensorOptions> options;    ///< dtype and device of each bucket
+  std::vector<Slot> slots;                   ///< slot of each parameter
 
   size_t size() const { return members.size(); }
 };
@@ -73,7 +73,7 @@ at::Tensor as_real(const at::Tensor& tensor);
 /// Flat tensors laid out as buckets, and each gradient's slice of them.
 struct BucketMemory {
   std::vector<at::Tensor> buckets;
-  std::vector<at::Tensor> slices;  ///< by parameter
+  std::vector<at::Tensor> slices;  ///< slice of each parameter
 };
 
 /// `allocate` makes a bucket, of zeros.
@@ -81,7 +81,7 @@ BucketMemory make_bucket_memory(
     const BucketLayout& layout, const std::vector<at::Tensor>& parameters,
     const std::function<at::Tensor(int64_t numel, const at::TensorOptions&)>& allocate);
 
-/// To be called before a slice is written again. One that the program has kept (as `.grad`) keeps
+/// Must be called before a slice is written again. One that the program has kept (as `.grad`) keeps
 /// its values in memory of its own, and `slice` becomes another tensor on the bucket.
 void claim(at::Tensor& slice);
 

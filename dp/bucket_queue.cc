@@ -66,7 +66,7 @@ void BucketQueue::wait() {
   for (size_t bucket = 0; bucket < size(); ++bucket) wait_for(bucket);
 }
 
-/// Calls something that communicates for a bucket. What goes wrong then says for which.
+/// Calls something that communicates for a bucket. Its errors say for which.
 template <class Call>
 void BucketQueue::name_in_errors(size_t bucket, const Call& call) const {
   const auto where = [&] {

@@ -14,7 +14,7 @@ namespace smp::dp {
 
 /// The reductions of gradient buckets: a bucket starts when all its gradients are ready, and
 /// buckets start in ascending order, so that all ranks start the same ones in turn whatever becomes
-/// ready first. What it does to a bucket is its owner's to say.
+/// ready first. Its owner decides how a bucket is reduced.
 ///
 /// Belongs to one thread at a time.
 class BucketQueue {
@@ -22,7 +22,8 @@ class BucketQueue {
   struct Policy {
     /// Starts to reduce a bucket. Null where nothing is left to wait for.
     std::function<WorkPtr(size_t bucket)> start;
-    /// What goes wrong in the communication ends with "[while ", this and the bucket; then advice.
+    /// Words for errors in the communication: they end with "[while ", this and the bucket; then
+    /// advice.
     std::string doing;
     std::string advice;
     /// Whether all parameters are awaited from the beginning; else those that `await` says.
@@ -46,7 +47,7 @@ class BucketQueue {
   /// Says that a parameter's gradient is still to come, or that it is there.
   void await(size_t parameter);
   void mark_ready(size_t parameter);
-  /// By parameter.
+  /// Whether the gradient of each parameter is ready.
   const std::vector<bool>& ready() const { return ready_; }
 
   /// Starts the buckets that are ready, up to the first that is not. Returns whether all have
@@ -69,10 +70,10 @@ class BucketQueue {
   const std::vector<std::vector<size_t>> members_;
   const std::vector<std::string> names_;
   Policy policy_;
-  std::vector<size_t> bucket_of_;  // by parameter; of those that are in one
-  std::vector<bool> ready_;        // by parameter
-  std::vector<size_t> awaited_;    // by bucket: gradients that are not ready
-  std::vector<WorkPtr> works_;     // by bucket
+  std::vector<size_t> bucket_of_;  // bucket of each parameter that is in one
+  std::vector<bool> ready_;        // readiness of each parameter
+  std::vector<size_t> awaited_;    // gradients of each bucket that are not ready
+  std::vector<WorkPtr> works_;     // work of each bucket
   size_t next_ = 0;                // the first that has not started
 };
 

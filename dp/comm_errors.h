@@ -6,8 +6,8 @@
 
 namespace smp::dp {
 
-/// Calls something that communicates. What then goes wrong in the communication ends with the text
-/// that `where()` gives: what it was for.
+/// Calls something that communicates. Errors of the communication end with the text of `where()`:
+/// its purpose.
 template <class Where, class Call>
 void with_where_in_errors(const Where& where, const Call& call) {
   try {

@@ -38,7 +38,7 @@ std::vector<at::Tensor> tensors_of(const TensorDict& dict) {
   return result;
 }
 
-/// A group of the same ranks that nobody else communicates in, for the module's device.
+/// A group of the same ranks, used by no one else, for the module's device.
 comm::CommunicatorPtr own_group(const comm::CommunicatorPtr& group, at::Device device) {
   std::vector<int> all(group->size());
   for (int rank = 0; rank < group->size(); ++rank) all[rank] = rank;
@@ -136,7 +136,7 @@ void DataParallelCore::end_forward(const std::vector<at::Tensor>& outputs) {
   reducer_->expect_backward(reduces_, outputs);
 }
 
-/// What is done together before a forward pass.
+/// Does the replicas' common work before a forward pass.
 void DataParallelCore::prepare(const Round& round) {
   reducer_->set_divisor(divisor(round));
   if (round.reduces && reducer_->rebuild_is_due()) reducer_->rebuild(round.first_active);
@@ -152,7 +152,7 @@ void DataParallelCore::broadcast_buffers(int root) {
   with_where_in_errors(where, [&] { buffers_->run(root); });
 }
 
-/// With zeros.
+/// Takes part with zeros.
 void DataParallelCore::take_part(const Round& round) {
   prepare(round);
   if (round.reduces) reducer_->reduce_zeros();

@@ -18,7 +18,7 @@ class Module;
 
 namespace smp::dp {
 
-/// What a `DistributedDataParallel` does around its module's forward.
+/// The work of a `DistributedDataParallel` around its module's forward.
 class DataParallelCore final : public Joinable {
  public:
   /// Collective; see `DistributedDataParallel`.

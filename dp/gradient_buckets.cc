@@ -31,7 +31,7 @@ size_t most_under_way(int microbatches, bool divided) {
 /// may be overwritten. `sum` gets this replica's part.
 void add_shards(comm::TaskCollectives& group, int replicas, const std::vector<at::Tensor>& shards,
                 const at::Tensor& sum) {
-  std::vector<at::Tensor> received;  // by shard, then replica
+  std::vector<at::Tensor> received;  // tensors by shard, then replica
   for (const at::Tensor& shard : shards) {
     received.push_back(at::empty({replicas, sum.numel()}, sum.options()));
     group.all_to_all(as_real(received.back()), {}, as_real(shard), {});
@@ -121,7 +121,7 @@ GradBucket GradientBuckets::grad_bucket(size_t bucket) const {
   return result;
 }
 
-/// Of the gradient of a parameter, in this replica's part of its bucket. No view to autograd.
+/// The gradient of a parameter in this replica's part of its bucket. No view to autograd.
 at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   const ParameterSlices::Piece& owned = slices_->pieces()[index];
@@ -152,7 +152,7 @@ at::Tensor& GradientBuckets::claimed(int shard, size_t index) {
   return slice;
 }
 
-/// Of the shards of this replica; for pieces, they are given away.
+/// Sums of the shards of this replica; for pieces, they are given away.
 std::vector<at::Tensor> GradientBuckets::take_sums(size_t bucket) {
   std::vector<at::Tensor> sums;
   for (int shard = 0; shard < shards(); ++shard) {
@@ -205,7 +205,7 @@ StepGradients::Reduced GradientBuckets::reduced(size_t index) const {
   if (slices_) {
     return {piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true};
   }
-  // What is added to `.grad` may lie in the bucket, too.
+  // The value added to `.grad` may lie in the bucket, too.
   const bool overwrites = options_.gradient_as_bucket_view || parameters_[index].grad().defined();
   return {memory_[0].slices[index], type, overwrites};
 }

@@ -24,7 +24,7 @@ struct BucketOptions : StepGradientOptions {
   /// `.grad` lies in the bucket, where it had been undefined and is of the sum's dtype.
   bool gradient_as_bucket_view = false;
 
-  /// Whether what was made for one serves for the other: `set_microbatches` sets the rest.
+  /// Whether buckets made for one serve for the other: `set_microbatches` sets the rest.
   bool same_sums(const BucketOptions& other) const;
 };
 
@@ -70,7 +70,7 @@ class GradientBuckets final : public WholeGradients {
   const BucketOptions options_;
   const BucketLayout layout_;
   const std::shared_ptr<ParameterSlices> slices_;  // null: every replica gets all of the sums
-  std::vector<BucketMemory> memory_;               // by local shard
+  std::vector<BucketMemory> memory_;               // memory of each local shard
   CommHook hook_;                                  // null: buckets are summed
   std::optional<Group> hook_group_;
 };

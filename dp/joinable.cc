@@ -83,7 +83,7 @@ void Joinable::end_join() {
     take_part(round);
   }
   leave_join();
-  // Ranks that ended together with the last were told of nobody else.
+  // Ranks that ended together with the last were not told of another.
   const at::Tensor root = at::empty({1}, at::kLong);
   *root.mutable_data_ptr<int64_t>() = last_active < 0 ? replicas().rank() : -1;
   replicas().all_reduce(root, ReduceOp::kMax);

@@ -9,14 +9,14 @@
 
 namespace smp::dp {
 
-/// A replica that may run out of data before the others: what a `smp::Join` begins and ends.
+/// A replica that may run out of data before the others: a `smp::Join` begins and ends it.
 ///
 /// Under a join the replicas begin each round (a forward pass, a step) by telling each other who
 /// has data. One without goes on taking part until none has, and then takes the model of those that
-/// were last. What a round is, and what taking part means, is for derived classes to say.
+/// were last. Derived classes define the round and how to take part.
 class Joinable {
  public:
-  /// What the replicas told each other.
+  /// The replicas' messages of a round.
   struct Round {
     int active = 0;        ///< replicas that have data
     int first_active = 0;  ///< the first of them
@@ -37,13 +37,13 @@ class Joinable {
   virtual void leave_join();
 
  protected:
-  /// `name` is what errors call it.
+  /// `name` is its name in errors.
   explicit Joinable(std::string name) : name_(std::move(name)) {}
 
   bool is_joining() const { return is_joining_; }
   /// Begins a round, of a replica that has data. Collective under a join; otherwise all have data.
   Round begin_round(bool reduces, bool broadcasts, int64_t kind = 0) const;
-  /// By the number of how many replicas a round divides.
+  /// The number of replicas by which a round divides.
   int divisor(const Round& round) const;
 
   virtual comm::Communicator& replicas() const = 0;

@@ -31,7 +31,7 @@ at::Tensor empty_for(const at::Tensor& parameter) {
              : at::empty(parameter.sizes(), options);
 }
 
-/// Whether a gradient has memory that nobody else can see, and lies there as a sum would.
+/// Whether a gradient has memory that no other tensor shares, and lies there as a sum would.
 bool may_become_sum(const at::Tensor& gradient, const at::Tensor& parameter) {
   const c10::Storage& storage = gradient.storage();
   // Not a channel's, and not one of which only a part is used.
@@ -53,8 +53,8 @@ at::Tensor with_strides_of(const at::Tensor& parameter, const at::Tensor& gradie
   return gradient.as_strided(parameter.sizes(), parameter.strides());
 }
 
-/// A tensor on a gradient's memory that is no view to autograd, and so does not hold what the
-/// gradient is a view of.
+/// A tensor on a gradient's memory that is no view to autograd, and so does not hold the gradient's
+/// base.
 at::Tensor taken(at::Tensor gradient) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
   return gradient.alias();

@@ -11,7 +11,7 @@
 
 namespace smp::dp {
 
-/// The gradients of a pipeline that has no replicas: nobody else has a part in the sums, so they
+/// The gradients of a pipeline that has no replicas: no other rank has a part in the sums, so they
 /// have no bucket. As in an ordinary backward pass, a parameter's first gradient becomes its sum,
 /// if nothing else has that memory, and the divided sum becomes `.grad`, if there is none. The same
 /// bits as `GradientBuckets`.
@@ -33,7 +33,7 @@ class LocalGradients final : public WholeGradients {
   at::Tensor take_sum(size_t index);
 
   const std::vector<at::Tensor> parameters_;
-  std::vector<std::vector<at::Tensor>> shard_sums_;  // by local shard and parameter
+  std::vector<std::vector<at::Tensor>> shard_sums_;  // sums by local shard and parameter
 };
 
 }  // namespace smp::dp

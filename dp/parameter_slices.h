@@ -19,13 +19,13 @@ namespace smp::dp {
 /// Parameters divided among the replicas of a group (ZeRO; Rajbhandari, Rasley, Ruwase and He,
 /// "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020): each gradient
 /// bucket has as many equal parts as there are replicas, and replica i owns the i-th of every
-/// bucket, which is a *piece* of some of the parameters. Who owns a piece has its gradient, updates
-/// it and has the optimizer's state for it; `all_gather` gives the updated pieces to all.
+/// bucket, which is a *piece* of some of the parameters. The owner of a piece has its gradient,
+/// updates it and has the optimizer's state for it; `all_gather` gives the updated pieces to all.
 ///
-/// A piece is a one-dimensional tensor that shares the parameter's memory, what SMP calls a virtual
-/// parameter. The reduced gradient is the piece's `.grad`. `.grad` of the parameter itself says
-/// whether there is one, and has no numbers: it is absent (graph/absent.h), so that code that would
-/// read or write them is refused. To make it undefined drops the gradient.
+/// A piece is a one-dimensional tensor that shares the parameter's memory, which SMP calls a
+/// virtual parameter. The reduced gradient is the piece's `.grad`. `.grad` of the parameter itself
+/// says whether there is one, and has no numbers: it is absent (graph/absent.h), so that code that
+/// would read or write them is refused. To make it undefined drops the gradient.
 ///
 /// Belongs to one thread. All ranks of the group must have the same parameters in the same order;
 /// those of a rank are on one device. Parameters keep their identity; their memory may change.
@@ -33,11 +33,11 @@ class ParameterSlices {
  public:
   virtual ~ParameterSlices() = default;
 
-  /// What a replica owns of a parameter, nothing for most.
+  /// The piece of a parameter that a replica owns, nothing for most.
   struct Piece {
     int64_t begin = 0;   ///< elements of the parameter in the order of its memory (where it is not
     int64_t end = 0;     ///< dense: of its indices), up to `end`
-    int64_t offset = 0;  ///< of the first of them in the replica's part of the bucket
+    int64_t offset = 0;  ///< offset of the first of them in the replica's part of the bucket
     /// The virtual parameter; undefined where there is nothing, and for other replicas' pieces.
     at::Tensor tensor;
 
@@ -53,9 +53,9 @@ class ParameterSlices {
   const comm::CommunicatorPtr& group() const { return group_; }
   const BucketLayout& layout() const { return layout_; }
 
-  /// What this replica owns, by parameter.
+  /// This replica's pieces, by parameter.
   const std::vector<Piece>& pieces() const { return pieces_; }
-  /// What any replica owns of a parameter, without the tensor.
+  /// The piece of a parameter that a replica owns, without the tensor.
   Piece piece_of(size_t index, int replica) const;
   /// The index of a parameter; none of another tensor.
   std::optional<size_t> find(const at::Tensor& parameter) const;
@@ -72,7 +72,7 @@ class ParameterSlices {
   /// dimension, or undefined) where its pieces are. The rest is undefined.
   at::Tensor pack(size_t bucket, at::ScalarType dtype,
                   const std::function<at::Tensor(size_t index)>& value) const;
-  /// What `pack` of all replicas makes together, on `root`; undefined elsewhere. Collective.
+  /// Gathers the results of `pack` of all replicas on `root`; undefined elsewhere. Collective.
   at::Tensor gather_bucket(size_t bucket, at::ScalarType dtype,
                            const std::function<at::Tensor(size_t index)>& value, int root) const;
 
@@ -83,8 +83,8 @@ class ParameterSlices {
   /// replicas, bucket by bucket. Collective: all replicas give the same.
   virtual void all_gather(const std::vector<bool>& updated);
 
-  /// Says that parameter `index` has a gradient, and adds `gradient`, this replica's piece of it,
-  /// to that of the piece, or makes it that where there is none.
+  /// Adds this replica's piece of the gradient of parameter `index` to the piece's `.grad`, or sets
+  /// it, and marks the parameter as having a gradient.
   void add_gradient(size_t index, const at::Tensor& gradient);
   /// Whether parameter `index` has a gradient. Drops the piece's where the program has dropped the
   /// parameter's. Throws `UsageError` where the program has put numbers there.

@@ -72,7 +72,7 @@ void ParameterWindow::release(const std::vector<size_t>& parameters) noexcept {
   }
 }
 
-/// Frees what is used last.
+/// Frees the parameters that are used last.
 void ParameterWindow::make_room(int64_t elements) {
   while (live_ + elements > max_live_) {
     size_t last = kNever;

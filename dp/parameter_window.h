@@ -11,7 +11,7 @@
 namespace smp::dp {
 
 /// Has sharded parameters gathered while they are used, and gathers those that are used next ahead
-/// of time. What it does depends on the calls alone and never on time, so that ranks that use
+/// of time. Its actions depend on the calls alone and never on time, so that ranks that use
 /// parameters in the same order gather them in the same order.
 ///
 /// May be used by several threads, one at a time.
@@ -22,16 +22,16 @@ class ParameterWindow {
 
   enum class Event {
     kGather,   ///< a gather has started
-    kUse,      ///< somebody begins to use the parameter, whose data is there
+    kUse,      ///< an operator begins to use the parameter, whose data is there
     kRelease,  ///< its data was freed
   };
 
-  /// While `max_live` elements are there, nothing more is gathered ahead, and what is not in use is
-  /// freed for what is about to be.
+  /// While `max_live` elements are there, nothing more is gathered ahead, and parameters not in use
+  /// are freed for the next ones.
   ParameterWindow(std::shared_ptr<ShardedParameters> parameters, int64_t max_live);
 
-  /// What will be used next, in this order, in place of what was expected before. Begins to gather
-  /// it, and frees what will not be used soon.
+  /// The parameters that will be used next, in this order, in place of the ones expected before.
+  /// Begins to gather them, and frees those that will not be used soon.
   void expect(std::vector<size_t> order);
 
   /// The caller uses these parameters from now until it releases them: gathers those that are not
@@ -43,7 +43,7 @@ class ParameterWindow {
   int64_t live() const { return live_; }
   int64_t peak_live() const { return peak_live_; }
 
-  /// Told what happens, if set; for tests.
+  /// Gets all events, if set; for tests.
   std::function<void(Event, size_t parameter)> on_event;
 
  private:

@@ -59,7 +59,7 @@ class Matrices {
   Tensors views_;
 };
 
-/// What is kept of a bucket from one iteration to the next.
+/// The state of a bucket that is kept from one iteration to the next.
 struct BucketState {
   std::vector<size_t> low_rank, whole;  // its gradients that are compressed, and that are not
   std::unique_ptr<Matrices> p, q;
@@ -97,7 +97,7 @@ class PowerSGD {
   const PowerSGDOptions options_;
   at::Generator generator_;
   int64_t iteration_ = 0;
-  std::map<size_t, BucketState> states_;  // by bucket
+  std::map<size_t, BucketState> states_;  // state of each bucket
 };
 
 /// Half precision is approximated in float32.

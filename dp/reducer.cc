@@ -164,7 +164,7 @@ void Reducer::watch(const std::vector<at::Tensor>& outputs) {
   }
 }
 
-/// Adds what the outputs depend on; a pass may go back over several forward passes.
+/// Adds the parameters on which the outputs depend; a pass may go back over several forward passes.
 void Reducer::find_reachable(const std::vector<at::Tensor>& outputs) {
   std::vector<const Node*> stack;
   for (const at::Tensor& output : outputs) {
@@ -261,8 +261,8 @@ void Reducer::fill(size_t index) {
   if (options_.gradient_as_bucket_view) gradient = slice;
 }
 
-/// What a parameter without a gradient in this pass adds: what its `.grad` holds already, which
-/// stays as it is if no rank used the parameter.
+/// Lets a parameter without a gradient in this pass add the content of its `.grad`, which stays as
+/// it is if no rank used the parameter.
 void Reducer::fill_unused(size_t index) {
   at::Tensor& gradient = parameters_[index].mutable_grad();
   at::Tensor& slice = memory_.slices[index];
@@ -385,7 +385,7 @@ void Reducer::reduce_zeros() {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    // `.grad` stays in the bucket; what the program has kept of it gets memory of its own.
+    // `.grad` stays in the bucket; tensors that the program has kept of it get memory of their own.
     at::Tensor& gradient = parameters_[i].mutable_grad();
     at::Tensor& slice = memory_.slices[i];
     const bool lies_there = gradient.is_same(slice);

@@ -30,8 +30,8 @@ struct ReducerOptions {
   bool static_graph = false;
 };
 
-/// Averages gradients over the ranks of a group while an ordinary backward pass computes them: what
-/// c10d::Reducer is to PyTorch's DDP. It hooks into each parameter's accumulation, copies the
+/// Averages gradients over the ranks of a group while an ordinary backward pass computes them: as
+/// c10d::Reducer does for PyTorch's DDP. It hooks into each parameter's accumulation, copies the
 /// gradient into its bucket, and starts to reduce a bucket when its last gradient is there; buckets
 /// start in the same order on all ranks. When `backward()` returns, `.grad` holds the mean: the sum
 /// in rank order, divided once.
@@ -44,7 +44,7 @@ struct ReducerOptions {
 class Reducer {
  public:
   /// `parameters`: those that require gradients, each once. All ranks give the same in the same
-  /// order. `names` are for errors. `group` takes their tensors and serves nobody else.
+  /// order. `names` are for errors. `group` takes their tensors and has no other use.
   Reducer(std::vector<at::Tensor> parameters, std::vector<std::string> names, const Group& group,
           const ReducerOptions& options);
   /// Takes its hooks away; gradients stay.
@@ -66,14 +66,14 @@ class Reducer {
   void rebuild(int root);
 
   /// After a forward pass: from now on backward passes are reduced, or with `reduces` false only
-  /// add up on this rank. `outputs` are what the loss will be made of; what they do not depend on
-  /// counts as unused, with `find_unused_parameters`.
+  /// add up on this rank. The loss will be computed from `outputs`; parameters on which they do not
+  /// depend count as unused, with `find_unused_parameters`.
   void expect_backward(bool reduces, const std::vector<at::Tensor>& outputs);
 
   /// Backward passes since the last reduction.
   int local_passes() const { return local_passes_; }
 
-  /// What the sums are divided by; at first the number of ranks.
+  /// Sets the divisor of the sums; at first the number of ranks.
   void set_divisor(double divisor) { divisor_ = divisor; }
 
   /// Takes part in a reduction with zeros, for a rank without data; `.grad` is then of no meaning.
@@ -121,26 +121,26 @@ class Reducer {
   double divisor_;
   CommHook hook_ = all_reduce_hook;
   bool has_hook_ = false;
-  std::vector<core::NodePtr> accumulators_;  // by parameter
-  std::vector<uintptr_t> hook_keys_;         // by parameter
+  std::vector<core::NodePtr> accumulators_;  // accumulator of each parameter
+  std::vector<uintptr_t> hook_keys_;         // hook of each parameter
   std::unordered_map<const Node*, size_t> index_of_;
   const std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);  // for hooks of outputs
-  mutable std::mutex mutex_;                                          // guards what follows
+  mutable std::mutex mutex_;                                          // guards the members below
 
   BucketMemory memory_;
   std::unique_ptr<BucketQueue> queue_;
   bool rebuild_is_due_ = false;
   bool was_rebuilt_ = false;
-  std::vector<size_t> ready_order_;  // of the first reduction
+  std::vector<size_t> ready_order_;  // order of the first reduction
 
   bool reduces_ = false;          // backward passes are reduced
   bool callback_queued_ = false;  // for the end of the pass under way
   int local_passes_ = 0;
-  std::vector<bool> used_;             // by parameter: got a gradient since the last reduction
-  std::vector<bool> reachable_;        // by parameter: from some output; empty: not known
-  bool knows_graph_ = false;           // with static_graph, after the first pass
-  std::vector<int> gradients_of_;      // by parameter: how many come in a pass of a static graph
-  std::vector<int> gradients_left_;    // of those, in the reduction under way
+  std::vector<bool> used_;             // whether each parameter got one since the last reduction
+  std::vector<bool> reachable_;        // whether an output reaches the parameter; empty: not known
+  bool knows_graph_ = false;           // true with static_graph, after the first pass
+  std::vector<int> gradients_of_;      // gradients of each parameter in a pass of a static graph
+  std::vector<int> gradients_left_;    // those still awaited in the reduction under way
   std::vector<size_t> learned_order_;  // in which they came
 
   bool is_reducing_ = false;

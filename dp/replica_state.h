@@ -11,8 +11,8 @@
 
 namespace smp::dp {
 
-/// Compares lists of (what something is called, what it is) over the ranks. Throws `UsageError` on
-/// all of them where they differ, with the first difference and the ranks. Collective.
+/// Compares lists of (name, description) over the ranks. Throws `UsageError` on all of them where
+/// they differ, with the first difference and the ranks. Collective.
 void check_same_on_all_ranks(comm::Communicator& group,
                              const std::vector<std::pair<std::string, std::string>>& lines);
 
@@ -35,7 +35,7 @@ class TensorBroadcast {
   const std::vector<at::Tensor> tensors_;
   const comm::CommunicatorPtr group_;
   at::Tensor message_;              // bytes
-  std::vector<at::Tensor> places_;  // by tensor: its part of the message
+  std::vector<at::Tensor> places_;  // part of the message of each tensor
 };
 
 /// The same once, in pieces, so that no second copy of a large model is made.

@@ -33,7 +33,7 @@ at::TensorOptions plain(const at::Tensor& parameter) {
   return parameter.options().requires_grad(false);
 }
 
-/// Waits for what moves a parameter. What goes wrong then says which.
+/// Waits for a move of a parameter. Errors say which.
 void wait_for(const WorkPtr& work, const std::string& name) {
   const auto where = [&] {
     return c10::str(" [while sharded data parallelism gathered parameter \"", name, "\"]");

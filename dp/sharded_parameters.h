@@ -14,16 +14,16 @@ namespace smp::dp {
 
 /// Parameters divided over the ranks of a group (ZeRO-3; Rajbhandari, Rasley, Ruwase and He, "ZeRO:
 /// Memory Optimizations Toward Training Trillion Parameter Models", 2020; over groups smaller than
-/// the world: Zhang et al., "MiCS", 2022). Each rank has one *shard* of each, which is what is
-/// trained; the parameter itself has data only between `gather` and `release`. Its tensor object,
-/// sizes, strides and storage stay, so whoever holds it or a view of it reads what is gathered.
+/// the world: Zhang et al., "MiCS", 2022). Each rank has one *shard* of each and trains it; the
+/// parameter itself has data only between `gather` and `release`. Its tensor object, sizes, strides
+/// and storage stay, so code that holds it or a view of it reads the gathered values.
 ///
 /// A shard is a run of the parameter's memory, the r-th of equal length for rank r, where the last
 /// ones may be shorter or empty. Shards are the *pieces* of `ParameterSlices`, with memory of their
 /// own and a bucket for each parameter.
 ///
-/// Belongs to one thread at a time. All ranks add the same parameters in the same order; what is
-/// collective is called in the same order on all.
+/// Belongs to one thread at a time. All ranks add the same parameters in the same order; collective
+/// methods are called in the same order on all.
 class ShardedParameters final : public ParameterSlices {
  public:
   explicit ShardedParameters(comm::CommunicatorPtr group) : ParameterSlices(std::move(group)) {}
@@ -48,7 +48,7 @@ class ShardedParameters final : public ParameterSlices {
 
   /// Starts to give the parameter its data. Collective.
   void gather(size_t index);
-  /// Returns when it has them. Throws what communication throws, with the parameter's name.
+  /// Returns when it has them. Throws the errors of communication, with the parameter's name.
   void wait(size_t index);
   /// True from `gather` to `release`.
   bool is_live(size_t index) const { return entries_[index].live; }
@@ -67,17 +67,16 @@ class ShardedParameters final : public ParameterSlices {
   /// Parameters are gathered when they are read.
   void all_gather(const std::vector<bool>&) override {}
 
-  /// Gives all parameters data in which the program may do what it likes: it is not kept.
-  /// Collective.
+  /// Gives all parameters data that the program may change freely: it is not kept. Collective.
   void lend();
-  /// Frees what `lend` gave.
+  /// Frees the data that `lend` gave.
   void take_back();
 
  private:
   struct Entry {
     at::Tensor padded;  // the shard in full length
     at::Tensor shard;
-    WorkPtr work;  // of a gather under way
+    WorkPtr work;  // work of a gather under way
     bool live = false;
   };
 

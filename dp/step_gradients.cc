@@ -110,7 +110,7 @@ WorkPtr StepGradients::launch(size_t bucket, std::vector<at::Tensor> sums,
     };
   }
   const at::Device device = sums.front().device();
-  // Who waits frees the sums.
+  // The thread that waits frees the sums.
   return then(replicas_->start(device, std::move(task)), [sums = std::move(sums)] {});
 }
 

@@ -37,7 +37,7 @@ struct StepGradientOptions {
 /// The reduction of a bucket begins, or has ended.
 struct ReductionEvent {
   size_t bucket = 0;
-  int64_t bytes = 0;  ///< of the replica's sums
+  int64_t bytes = 0;  ///< bytes of the replica's sums
   bool has_ended = false;
 };
 
@@ -76,7 +76,7 @@ class StepGradients {
   /// that is not; does not wait for them. Returns whether none is left.
   bool start_complete();
 
-  /// From the next bucket on; null: nobody looks.
+  /// Sets the observer from the next bucket on; null: none.
   void observe(ReductionObserver observer) { observer_ = std::move(observer); }
 
   /// Starts to reduce the rest; to be called when the last microbatch has been added.
@@ -116,13 +116,13 @@ class StepGradients {
   /// Whether this step reduces, not only adds up.
   bool reduces() const { return passes_ + 1 == options_.backward_passes; }
   int shard_of(int microbatch) const { return microbatch / (options_.microbatches / shards_); }
-  /// Starts what reduces a bucket; `sums` is what it reduces, which lives until it has ended.
+  /// Starts the reduction of a bucket; its `sums` live until it has ended.
   WorkPtr launch(size_t bucket, std::vector<at::Tensor> sums, comm::CollectiveTask task);
   /// Shards of this replica.
   int shards() const { return shards_; }
-  /// By what sums are divided.
+  /// The divisor of sums.
   double divisor() const { return options_.divisor * counted_replicas_ / replicas_->size(); }
-  /// Says that what is reduced is divided already.
+  /// Says that reduced sums are divided already.
   void set_reduces_to_means() { reduces_to_means_ = true; }
   bool reduces_to_means() const { return reduces_to_means_; }
   /// A reduced sum divided, in the dtype of a parameter's `.grad`: in the sum's memory if it may be
@@ -143,7 +143,7 @@ class StepGradients {
 
   const comm::CommunicatorPtr replicas_;
   BucketQueue queue_;
-  std::vector<at::Tensor> sums_;  // by bucket: what has been reduced, until it is published
+  std::vector<at::Tensor> sums_;  // reduced sums of each bucket, until published
 
  private:
   void finish_reduction();
@@ -155,7 +155,7 @@ class StepGradients {
   int counted_replicas_;
   std::map<at::ScalarType, at::Tensor> divisors_;  // made once, since a number becomes a tensor in
                                                    // each division
-  std::vector<std::vector<bool>> used_;            // by local shard and parameter
+  std::vector<std::vector<bool>> used_;            // use by local shard and parameter
   int passes_ = 0;                                 // steps that have only added up
   bool reduces_to_means_ = false;
   ReductionObserver observer_;

@@ -32,7 +32,7 @@ struct Mark final : c10::BackendMeta {
   bool ignores_writes() const { return computed || absence->ignores_writes; }
 
   const AbsencePtr absence;
-  const bool computed;  // from what `absence` names
+  const bool computed;  // from the names of `absence`
 };
 
 using MarkPtr = c10::intrusive_ptr<c10::BackendMeta>;
@@ -47,7 +47,7 @@ std::string name_of(const Mark& mark) {
   return (mark.computed ? "what was computed from " : "") + mark.absence->what;
 }
 
-/// Takes the memory of a storage away. Reading its data by pointer throws what the mark says.
+/// Takes the memory of a storage away. Reading its data by pointer throws the mark's error.
 void take_data_of(c10::StorageImpl& storage, const Mark& mark) {
   take_data(
       storage, c10::DataPtr(nullptr, storage.device()),
@@ -110,7 +110,7 @@ class Call {
   }
 
  private:
-  /// What a rank writes has to be what it has, and what it does not have is another's to write.
+  /// Operators may write only tensors that are on this rank: absent ones are another's to write.
   void check_written(const c10::IValue& argument) const {
     map_tensors(argument, [this](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
@@ -121,7 +121,7 @@ class Call {
     if (has_trait(schema_.name(), OperatorTrait::kReplacesStorage)) refuse(first_);
   }
 
-  /// Does on this rank what the operator does beside writing.
+  /// Does the operator's side effects other than writing on this rank.
   void follow() const {
     if (is_random(op_)) {
       torch::jit::Stack stack = filled();
@@ -151,7 +151,7 @@ class Call {
     return results;
   }
 
-  /// Absent results, or what follows from shapes alone.
+  /// Absent results, or ones that follow from shapes alone.
   torch::jit::Stack computed() const {
     const bool reads_shapes = has_trait(schema_.name(), OperatorTrait::kReadsMetadata);
     if (!reads_shapes) check_stays_absent();
@@ -219,7 +219,8 @@ class Call {
     return make(meta, mark, storage_for(content_of(mark), meta.device));
   }
 
-  /// Of results: where the operator is told to put them, else where the absent tensor lies.
+  /// The device of results: where the operator is told to put them, else where the absent tensor
+  /// lies.
   at::Device device() const {
     for (const c10::IValue& argument : arguments_) {
       if (argument.isDevice()) return argument.toDevice();
@@ -242,7 +243,7 @@ class Call {
     });
   }
 
-  /// The arguments with zeros for what is absent.
+  /// The arguments with zeros for absent tensors.
   torch::jit::Stack filled() const {
     return mapped(device(), [](const at::Tensor& tensor) {
       if (!is_absent(tensor)) return tensor;
@@ -280,7 +281,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   torch::jit::Stack& stack_;
   const torch::jit::Stack arguments_;
-  at::Tensor first_;  // of those that are absent
+  at::Tensor first_;  // the first of those that are absent
 };
 
 bool see(const c10::OperatorHandle& op, torch::jit::Stack& stack) {

@@ -19,13 +19,13 @@ struct Absence {
 using AbsencePtr = std::shared_ptr<const Absence>;
 
 // Absent tensors: they have sizes, strides, a type and a device, and their numbers are on another
-// rank. Operators on them (below_autograd.h) either do what is right on this rank or throw a
-// `UsageError` that says what is absent and what to do:
-//  - what is computed from absent tensors, numbers and, element by element, tensors of this rank is
-//    absent, too; shapes are computed, and random operators advance the generators as ever;
-//  - what is written into an absent tensor is left to the rank that has it;
-//  - what would write an absent tensor into one of this rank, bring it to the host, or combine it
-//    with tensors of this rank in another way than element by element is refused.
+// rank. Operators on them (below_autograd.h) either do the right thing on this rank or throw a
+// `UsageError` that names the absent tensor and the remedy:
+//  - results from absent tensors, numbers and, element by element, tensors of this rank are absent,
+//    too; shapes are computed, and random operators advance the generators as ever;
+//  - writes into an absent tensor are left to the rank that has it;
+//  - an operator that would write an absent tensor into one of this rank, bring it to the host, or
+//    combine it with tensors of this rank in another way than element by element is refused.
 
 /// An absent tensor with the sizes, strides and device of `like`, and with its type unless that is
 /// given. Reading its data by pointer throws a `c10::Error` that says the same.

@@ -36,14 +36,14 @@ class AliasAnalysis {
 
  private:
   std::vector<Set> sets_;
-  std::vector<int> set_of_;  // by value
+  std::vector<int> set_of_;  // set of each value
 };
 
 /// True if a result of the operator lies on the memory of an alias set.
 bool has_result_on(const Graph& graph, const Operator& op, int alias_set);
 
-/// True if what the operator does is seen through its arguments: a result lies on the memory of one
-/// (a view, or what it writes).
+/// True if the operator's effect is seen through its arguments: a result lies on the memory of one
+/// (a view, or a write).
 bool acts_on_arguments(const Graph& graph, const Operator& op);
 
 }  // namespace smp::graph

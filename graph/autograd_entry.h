@@ -22,7 +22,7 @@ at::Tensor dense(at::Tensor gradient);
 /// (a parameter, or a value from another stage), already summed over all its uses in the stage.
 class GradientSink final : public torch::autograd::Node {
  public:
-  /// Of all nodes that are ready, a backward pass runs sinks first, as libtorch's own.
+  /// Runs sinks first of all nodes that are ready, as libtorch's backward pass does.
   GradientSink() : Node(/*sequence_nr=*/UINT64_MAX) {}
 
   /// The gradient of the last backward pass; undefined if none reached the tensor.
@@ -54,8 +54,8 @@ at::Tensor enter(const at::Tensor& data, const GradientSinkPtr& sink);
 /// under no_grad: operators save nothing for the gradient.
 at::Tensor enter_unlinked(const at::Tensor& data);
 
-/// A view of a tensor that entered. What a view is in one process is one here, too, if it is
-/// written: autograd lays out its gradient anew.
+/// A view of a tensor that entered. A view in one process is one here, too, if it is written:
+/// autograd lays out its gradient anew.
 at::Tensor as_view(const at::Tensor& entered);
 
 /// Where a backward pass starts in `tensor`'s history; not valid if it has none. Holds the

@@ -183,7 +183,7 @@ class Finder {
   const Graph& many_;
   const int factor_;
   BatchAxes result_;
-  std::vector<bool> partial_;  // by value: exists for each microbatch on its own
+  std::vector<bool> partial_;  // whether each value exists for each microbatch on its own
   std::set<int> mixed_sets_;
 };
 

@@ -17,14 +17,14 @@ enum class BatchRole : uint8_t {
   kPart,    ///< for each microbatch on its own: nothing is known, or it works across samples
 };
 
-/// What the operators of a graph do to the batch.
+/// The effect of a graph's operators on the batch.
 struct BatchAxes {
   /// Why microbatches cannot be run together at all, as a sentence without its full stop; empty:
   /// they can.
   std::string refusal;
-  std::vector<BatchRole> role;  ///< by operator
-  /// By value: the axis along which microbatches follow each other, `kNoAxis` for those that are
-  /// the same for all or exist for each on its own.
+  std::vector<BatchRole> role;  ///< role of each operator
+  /// The axis of each value along which microbatches follow each other, `kNoAxis` for those that
+  /// are the same for all or exist for each on its own.
   std::vector<int> axis;
 };
 
@@ -34,16 +34,16 @@ struct BatchAxes {
 /// there is no such reason.
 std::string why_not_together(const Graph& graph);
 
-/// Finds out what each operator does to the batch, from two captures of one function: `one` of a
-/// microbatch, `many` of the samples of `factor` microbatches at once.
+/// Finds out the effect of each operator on the batch, from two captures of one function: `one` of
+/// a microbatch, `many` of the samples of `factor` microbatches at once.
 ///
 /// An input is batched where the two differ, all else follows from it in the order of the program,
-/// by the rules of `treats_samples_apart`. What is not known to be independent is taken to be
+/// by the rules of `treats_samples_apart`. An operator not known to be independent is taken to be
 /// `kPart`, and so is all that follows from it. Operators on a storage that is written in place
 /// have one role.
 ///
 /// `refusal` says so if the captures differ in their operators, if nothing is `kWhole`, if a
-/// backward does not depend on the batch, or what `why_not_together` says.
+/// backward does not depend on the batch, or gives the reason of `why_not_together`.
 BatchAxes find_batch_axes(const Graph& one, const Graph& many, int factor);
 
 }  // namespace smp::graph

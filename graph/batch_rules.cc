@@ -19,7 +19,7 @@ int64_t size_from_end(const TensorMeta& meta, int from_end) {
   return place < 0 ? 1 : meta.sizes[place];
 }
 
-/// What every rule needs: the results are batched.
+/// The demand of every rule: the results are batched.
 bool results_are_batched(const BatchedCall& call) {
   const auto& results = call.results();
   return !results.empty() && std::all_of(results.begin(), results.end(), [&](ValueId result) {
@@ -97,8 +97,8 @@ bool stacks(const BatchedCall& call) {
   });
 }
 
-/// The elements keep their order. In it, microbatches are the middle of (what is before the axis,
-/// microbatch, what is after), so they stay so where as many elements come before the new axis.
+/// The elements keep their order. In it, microbatches are the middle of (axes before, microbatch,
+/// axes after), so they stay so where as many elements come before the new axis.
 bool reshapes(const BatchedCall& call) {
   const ValueId self = call.tensors()[0];
   const ValueId result = call.results()[0];
@@ -111,7 +111,7 @@ bool reshapes(const BatchedCall& call) {
          before(call.meta(result), call.result_axis(result));
 }
 
-/// Copies along a dimension are made of what all samples share, or beside the batch.
+/// Copies along a dimension are made of values that all samples share, or beside the batch.
 bool repeats(const BatchedCall& call) {
   const ValueId self = call.tensors()[0];
   const ValueId result = call.results()[0];
@@ -240,7 +240,7 @@ const Names& reshaping_names() {
   return names;
 }
 
-/// Whose argument `dim` names the dimensions that they work along or take apart.
+/// Operators whose argument `dim` names the dimensions that they work along or take apart.
 const Names& along_dim_names() {
   static const Names names = {"all.dim",
                               "amax",

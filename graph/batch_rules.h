@@ -43,7 +43,7 @@ class BatchedCall {
 
   bool batched(ValueId value) const { return axes_[value] != kNoAxis; }
   int axis(ValueId value) const { return axes_[value]; }
-  /// Of a result, by its sizes.
+  /// The axis of a result, by its sizes.
   int result_axis(ValueId result) const;
   int dim(ValueId value) const { return static_cast<int>(meta(value).sizes.size()); }
   /// On one microbatch.
@@ -72,9 +72,9 @@ class BatchedCall {
   std::vector<ValueId> results_;
 };
 
-/// True if the operator is known to do on several microbatches what it does on each: every result
-/// on several is the concatenation, along its axis, of the results on each, and so is every
-/// gradient that it sends back to a batched argument. Random operators draw other numbers.
+/// True if the operator is known to do the same on several microbatches as on each: every result on
+/// several is the concatenation, along its axis, of the results on each, and so is every gradient
+/// that it sends back to a batched argument. Random operators draw other numbers.
 bool treats_samples_apart(const BatchedCall& call);
 
 }  // namespace smp::graph

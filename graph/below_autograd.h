@@ -10,7 +10,7 @@
 namespace smp::graph {
 
 /// The key of tensors, or included by a thread, whose calls are seen below autograd and above the
-/// kernels, so that what a composite operator is made of is seen. libtorch does not use it.
+/// kernels, so that the parts of a composite operator are seen. libtorch does not use it.
 constexpr auto kBelowAutograd = c10::DispatchKey::Fake;
 
 /// Sees the call of an operator with its arguments on `stack`, which it may change. Returns whether

@@ -14,14 +14,15 @@
 namespace smp::graph {
 namespace {
 
-/// How to keep what a region that begins with operator `first` reads of some memory. What outlives
-/// a run is written by other microbatches' runs, too.
+/// How to keep an input from some memory of a region that begins with operator `first`. Memory that
+/// outlives a run is written by other microbatches' runs, too.
 RegionInput::Kind kind_of_input(const AliasAnalysis::Set& memory, int first) {
   if (memory.is_written_from(memory.outlives_run() ? 0 : first)) return RegionInput::Kind::kCopy;
   return memory.outlives_run() ? RegionInput::Kind::kOther : RegionInput::Kind::kAlias;
 }
 
-/// What operators read that none of them makes, ascending. A literal is there before its operator.
+/// Inputs of a region: values that its operators read and none of them makes, ascending. A literal
+/// is there before its operator.
 std::set<ValueId> inputs_of(const Graph& graph, const std::vector<int>& region) {
   std::set<ValueId> inputs, made;
   for (int index : region) {
@@ -186,7 +187,7 @@ void CheckpointedSegment::run_region(const Region& region, Segment::Run& run,
   }
   std::vector<at::Tensor> kept_by_others;
   for (ValueId id : region.kept_by_others) {
-    // What goes to a store leaves no memory behind.
+    // Values that go to a store leave no memory behind.
     if (store == nullptr && environment[id].defined()) kept_by_others.push_back(environment[id]);
   }
   for (const auto& kept : keeper->finish(kept_by_others, store)) stored.add(kept);

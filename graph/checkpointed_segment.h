@@ -18,7 +18,8 @@
 
 namespace smp::graph {
 
-/// What the regions of one run have put into a store until its backward. The history holds it.
+/// The inputs that the regions of one run have put into a store until its backward. The history
+/// holds it.
 class RegionInputs {
  public:
   void add(const std::shared_ptr<RegionInput>& input) { inputs_.push_back(input); }
@@ -44,26 +45,26 @@ std::string why_not_repeatable(const Graph& graph,
 void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions);
 
 /// A `Segment` some of whose operators, the *regions*, run a second time in the backward pass
-/// instead of keeping until then what autograd saves.
+/// instead of keeping until then the tensors that autograd saves.
 ///
 /// The history is the one that a `Segment` records, to the last function; only the tensors that
-/// functions of a region save are left out. What is kept instead is what the region reads from
-/// outside, as it was then. When the first saved tensor of a region is needed, its operators run
-/// again up to the one that saves the last tensor needed: under the same modes, constants and
-/// random streams and on operands that lie alike, so that all bits are the same. What they save is
+/// functions of a region save are left out. The region's inputs from outside are kept instead, as
+/// they were then. When the first saved tensor of a region is needed, its operators run again up to
+/// the one that saves the last tensor needed: under the same modes, constants and random streams
+/// and on operands that lie alike, so that all bits are the same. The tensors that they save are
 /// then handed to the history, and freed as the backward goes through it. Saved tensors that lie on
-/// what the region reads, or on what another region keeps, are kept as they are; where there are
+/// the region's inputs, or on tensors kept by another region, are kept as they are; where there are
 /// no others nothing runs twice.
 ///
-/// Writes of the second run stay its own: of what is written from the region's first operator on a
-/// copy is kept, so batch statistics are updated once.
+/// Writes of the second run stay its own: memory that is written from the region's first operator
+/// on is kept as a copy, so batch statistics are updated once.
 ///
 /// A segment belongs to one thread at a time.
 class CheckpointedSegment {
  public:
-  /// As `Segment`; `region_of_operator` as for `find_regions`. Throws `UsageError` for a region
-  /// that is not repeatable. Without regions, and for a graph that does not train, it is a plain
-  /// `Segment`.
+  /// Takes the arguments of `Segment`; `region_of_operator` as for `find_regions`. Throws
+  /// `UsageError` for a region that is not repeatable. Without regions, and for a graph that does
+  /// not train, it is a plain `Segment`.
   CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
                       const std::vector<ValueId>& keep,
                       const std::vector<int>& region_of_operator = {});
@@ -72,8 +73,8 @@ class CheckpointedSegment {
   /// How many regions there are.
   size_t regions() const { return regions_.size(); }
 
-  /// Runs all operators. The environment holds what they read from outside. What regions keep goes
-  /// to `store`, unless it is null; but for what others keep anyway, such as parameters.
+  /// Runs all operators. The environment holds their inputs from outside. Inputs that regions keep
+  /// go to `store`, unless it is null; but for tensors that are kept anyway, such as parameters.
   /// `observer`, unless it is null, is shown results, and not again those of second runs.
   RegionInputs run(Environment& environment, const RandomKey& key, TensorStore* store = nullptr,
                    const ResultObserver* observer = nullptr);
@@ -81,12 +82,12 @@ class CheckpointedSegment {
   /// Uses other constants from now on; backwards of earlier runs go on with theirs.
   void apply(const std::vector<ConstantOverride>& changes) { program_->apply(graph_, changes); }
 
-  /// As `Segment::set_residency`; for the second runs, too.
+  /// Does the same as `Segment::set_residency`; for the second runs, too.
   void set_residency(std::shared_ptr<ParameterResidency> residency) {
     program_->segment.set_residency(std::move(residency));
   }
 
-  /// As `Segment::reads`.
+  /// See `Segment::reads`.
   const std::vector<ValueId>& reads() const { return program_->segment.reads(); }
 
  private:

@@ -136,13 +136,13 @@ class Coalescer {
     return sets;
   }
 
-  /// What stands for a value of one microbatch; `reader` is the operator that needs it, null at the
-  /// end of the graph.
+  /// The value that stands for one of one microbatch; `reader` is the operator that needs it, null
+  /// at the end of the graph.
   ValueId part_of(ValueId value, int part, const Operator* reader) {
     const auto& known = values_[value];
     if (axes_.axis[value] == kNoAxis) return known.size() == 1 ? known[0] : known.at(part);
     auto& parts = split_[value];
-    // What is written is cut where it is read, so that autograd sees the last state.
+    // A written value is cut where it is read, so that autograd sees the last state.
     if (parts.empty() || (part == 0 && aliases_.of(value).is_written()))
       parts = split(value, reader);
     return parts[part];
@@ -210,8 +210,8 @@ class Coalescer {
   const Graph& many_;
   const BatchAxes& axes_;
   Coalesced result_;
-  std::vector<std::vector<ValueId>> values_;       // by value of `one`
-  std::map<ValueId, std::vector<ValueId>> split_;  // of `one`: its microbatches
+  std::vector<std::vector<ValueId>> values_;       // parts of each value of `one`
+  std::map<ValueId, std::vector<ValueId>> split_;  // microbatches of values of `one`
   int random_count_ = 0;
 };
 

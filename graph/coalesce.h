@@ -10,14 +10,14 @@
 
 namespace smp::graph {
 
-/// A graph that does to the samples of several microbatches at once what another one does to each
-/// microbatch.
+/// A graph that does the same to the samples of several microbatches at once as another one does to
+/// each microbatch.
 struct Coalesced {
   Graph graph;
   int factor = 1;  ///< microbatches of the original that run as one of this graph
-  /// By operator of the original: those that stand for it, one or `factor`.
+  /// The operators that stand for each of the original, one or `factor`.
   std::vector<std::vector<int>> operators;
-  /// By value of the original, the same; none for what only exists on all samples.
+  /// The values that stand for each of the original; none for one that only exists on all samples.
   std::vector<std::vector<ValueId>> values;
 
   /// Overrides of the original's constants, as overrides of this graph's.
@@ -28,10 +28,10 @@ struct Coalesced {
 };
 
 /// Builds the coalesced graph. `one` and `many` are captures of one function, on a microbatch and
-/// on the samples of `factor` of them; `axes` is what `find_batch_axes` found (no refusal).
+/// on the samples of `factor` of them; `axes` is the result of `find_batch_axes` (no refusal).
 ///
 /// Operators of role `kWhole` and `kShared` run once, on `many`'s sizes and `one`'s numbers; where
-/// one of role `kPart` reads what they make, an `aten::split` cuts it into microbatches, whose
+/// one of role `kPart` reads their results, an `aten::split` cuts it into microbatches, whose
 /// backward joins the gradients again; and operators of role `kPart` run for each microbatch as in
 /// `one`. So each microbatch keeps a loss of its own, a backward of its own starts from it, and the
 /// sum of a parameter's gradients is that of the microbatches, up to rounding.

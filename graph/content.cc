@@ -40,7 +40,7 @@ uint64_t hash_content(const at::Tensor& tensor, uint64_t seed) {
 
 namespace {
 
-/// Elements that are summed at once: what is made of them takes 8 bytes each.
+/// Elements that are summed at once: intermediate results take 8 bytes each.
 constexpr int64_t kSummed = 1 << 22;
 constexpr int64_t kOdd = static_cast<int64_t>(0x9e3779b97f4a7c15ull);
 constexpr int64_t kOther = static_cast<int64_t>(0xbf58476d1ce4e5b9ull);
@@ -64,7 +64,7 @@ at::Tensor weights_of(int64_t count, at::Device device) {
   return weights.bitwise_xor_(weights.bitwise_right_shift(29)).bitwise_or_(1);
 }
 
-/// Of tensors on one device.
+/// Checksums of tensors on one device.
 std::vector<uint64_t> checksums(const std::vector<at::Tensor>& tensors) {
   if (tensors.empty()) return {};
   const at::NoGradGuard no_grad;
@@ -120,7 +120,7 @@ bool is_small_on_cpu(const TensorMeta& meta) {
 at::Tensor clone_content(const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
   const at::Tensor content = tensor.detach().clone();
-  // A number that libtorch wrapped into a tensor does not decide the type of what it is added to.
+  // A number that libtorch wrapped into a tensor does not decide the type of the sum.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
     content.unsafeGetTensorImpl()->set_wrapped_number(true);
   }

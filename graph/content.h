@@ -15,16 +15,16 @@ namespace smp::graph {
 /// which stands for zeros, counts as these.
 uint64_t hash_content(const at::Tensor& tensor, uint64_t seed = 0);
 
-/// Of each tensor a hash of its content, made where it lies: of one on the CPU `hash_content`, of
-/// one on another device a sum of its elements' bits, weighted by their places, so that only sums
-/// come to the host, in one copy. One element that differs changes the sum for certain, several
-/// with a chance of one in 2^32 at the most that they do not. Tensors of other devices lie on one.
+/// A hash of each tensor's content, made where it lies: of one on the CPU `hash_content`, of one on
+/// another device a sum of its elements' bits, weighted by their places, so that only sums come to
+/// the host, in one copy. One element that differs changes the sum for certain, several with a
+/// chance of one in 2^32 at the most that they do not. Tensors of other devices lie on one.
 std::vector<uint64_t> hashes_in_place(const std::vector<at::Tensor>& tensors);
 
 /// True if sizes, dtype and the bytes of the elements are equal.
 bool same_content(const at::Tensor& a, const at::Tensor& b);
 
-/// True for what may be looked at each time that an operator uses it.
+/// True for a tensor whose content may be read each time that an operator uses it.
 bool is_small_on_cpu(const TensorMeta& meta);
 
 /// A copy without history.

@@ -10,7 +10,7 @@ namespace smp::graph {
 /// While it lives, libtorch's default floating point type is `dtype`.
 ///
 /// That type is one for all threads, and ranks may be threads: the scope that began last counts,
-/// and the last one to end puts back what was there before the first.
+/// and the last one to end restores the type from before the first.
 class DefaultDtypeScope {
  public:
   explicit DefaultDtypeScope(at::ScalarType dtype);

@@ -20,7 +20,7 @@
 namespace smp::graph {
 namespace {
 
-/// What tensors of this thread are recorded in, as long as some of them have no data.
+/// The recording of this thread's tensors, as long as some of them have no data.
 std::weak_ptr<Recording>& latest_recording() {
   thread_local std::weak_ptr<Recording> recording;
   return recording;
@@ -72,13 +72,13 @@ bool stays_on_cpu(const c10::FunctionSchema& schema, const torch::jit::Stack& ar
   return true;
 }
 
-/// False for what a recording cannot describe: sparse tensors, lazy conjugates.
+/// False for tensors that a recording cannot describe: sparse tensors, lazy conjugates.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
 }
 
-/// Notes what the call took from libtorch's default type, which may be another one when it is made
-/// again: a factory's type, or what integers become.
+/// Notes the types that the call took from libtorch's default type, which may be another one when
+/// it is made again: a factory's, or that of results from integers.
 void note_dtype(const std::vector<at::Tensor>& tensors, const torch::jit::Stack& results,
                 DeferredOperator& recorded) {
   const auto& schema = recorded.handle.schema();
@@ -109,14 +109,14 @@ class DeferredScope::Impl : public OperatorInterceptor {
   void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
 
  private:
-  /// An operator call: its arguments, taken from the stack, and what they mean.
+  /// An operator call: its arguments, taken from the stack, and their meaning.
   struct Call {
     const c10::OperatorHandle& op;
     torch::jit::Stack arguments;
     std::vector<at::Tensor> tensors;    // among the arguments; may be undefined
-    std::vector<bool> written;          // of the tensors
-    std::vector<bool> deferred;         // of the tensors
-    std::vector<at::Tensor> stand_ins;  // what the operator was called on instead
+    std::vector<bool> written;          // which of the tensors it writes
+    std::vector<bool> deferred;         // which of the tensors are deferred
+    std::vector<at::Tensor> stand_ins;  // tensors on which the operator was called instead
   };
 
   Call take_call(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
@@ -305,7 +305,7 @@ void DeferredScope::Impl::record(Call& call, torch::jit::Stack& stack) {
   recording_->add(std::move(recorded));
 }
 
-/// Draws from the generator what the operator would have drawn, on memory that is freed at once.
+/// Draws the operator's numbers from the generator, on memory that is freed at once.
 void DeferredScope::Impl::run_random(Call& call, DeferredOperator& recorded,
                                      torch::jit::Stack& stack) const {
   size_t next = 0;

@@ -115,7 +115,7 @@ GraphCapture::~GraphCapture() {
   try {
     c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(pool_->stream());
   } catch (const c10::Error&) {
-    // Whoever next asks the device is told.
+    // The next call that asks the device is told.
   }
 }
 

@@ -16,11 +16,11 @@
 
 namespace smp::graph {
 
-/// Work that a stream of a device was given while it was captured: a CUDA graph, or what another
-/// kind of device has. Belongs to one thread at a time.
+/// Work that a stream of a device was given while it was captured: a CUDA graph, or its counterpart
+/// on another kind of device. Belongs to one thread at a time.
 class DeviceGraph {
  public:
-  /// A generator of the pool's, and what it is seeded with before a launch.
+  /// A generator of the pool's, and its seed before a launch.
   struct Seed {
     size_t generator;
     uint64_t seed;
@@ -32,7 +32,7 @@ class DeviceGraph {
   /// given, but notes it. Memory that is allocated for it meanwhile is the pool's. `generators`: of
   /// the pool's, those from which may be drawn.
   virtual void begin(const std::vector<size_t>& generators) = 0;
-  /// Ends that. Returns whether there is any work. Throws what the device says of work that cannot
+  /// Ends that. Returns whether there is any work. Throws the device's error for work that cannot
   /// be captured.
   virtual bool end() = 0;
   /// Ends it after an error of one of these two, or between them; the graph is of no use then.
@@ -42,14 +42,14 @@ class DeviceGraph {
   virtual void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                            size_t generator) = 0;
 
-  /// Gives the work to this thread's current stream. What its random operators draw follows from
-  /// these seeds and from nothing else.
+  /// Gives the work to this thread's current stream. Its random operators draw by these seeds and
+  /// nothing else.
   virtual void launch(const std::vector<Seed>& seeds) = 0;
 };
 
-/// What the graphs of a device share: memory, generators of random numbers, and the stream on which
-/// they are captured, which has no other work. When the last graph of a pool is gone, no other can
-/// be captured: libtorch's allocators never take the name of its memory again.
+/// The memory, generators of random numbers and stream that the graphs of a device share. The
+/// graphs are captured on the stream, which has no other work. When the last graph of a pool is
+/// gone, no other can be captured: libtorch's allocators never take the name of its memory again.
 class DeviceGraphPool {
  public:
   virtual ~DeviceGraphPool() = default;
@@ -61,7 +61,7 @@ class DeviceGraphPool {
 using MakeDeviceGraphPool =
     std::function<std::shared_ptr<DeviceGraphPool>(at::Device device, size_t generators)>;
 
-/// Says how devices of a kind capture work. Before any are used, by whoever implements it.
+/// Says how devices of a kind capture work. Called by the implementation before any are used.
 void register_device_graphs(c10::DeviceType type, MakeDeviceGraphPool make);
 
 /// Whether the work of a device can be captured.
@@ -70,36 +70,36 @@ bool has_device_graphs(at::Device device);
 /// Work that was captured, ready to be launched.
 class CapturedWork {
  public:
-  /// Launches as `DeviceGraph::launch` does. Random operators draw what they would draw under
-  /// `key`. Gives the device nothing where nothing was captured, such as the first half of a
+  /// Launches as `DeviceGraph::launch` does. Random operators draw the numbers that they would draw
+  /// under `key`. Gives the device nothing where nothing was captured, such as the first half of a
   /// divided backward on a stage that nothing is sent to.
   void launch(const RandomKey& key) const;
 
  private:
   friend class GraphCapture;
-  std::shared_ptr<DeviceGraphPool> pool_;  // as long as one of its graphs is there
+  std::shared_ptr<DeviceGraphPool> pool_;  // pool, kept as long as one of its graphs is there
   std::unique_ptr<DeviceGraph> graph_;
   bool is_empty_ = false;                             // but for memory
   std::vector<size_t> generators_;                    // that it draws from
-  std::shared_ptr<const std::vector<int>> ordinals_;  // by generator
+  std::shared_ptr<const std::vector<int>> ordinals_;  // ordinals by generator
 };
 
 /// Captures the work of one device, piece by piece, on a stream of its own. Nothing of it is done.
-/// The pieces share their memory: what one has freed, another that is captured later may have. So
+/// The pieces share their memory: a later capture may use memory that an earlier one has freed. So
 /// they are to be launched in the order in which they were captured, again and again, some of them
 /// perhaps not. Belongs to one thread; the autograd engine's may work for it.
 class GraphCapture {
  public:
-  /// `ordinals`: those of the random operators that may be called, ascending. Waits for what this
-  /// thread's current stream was given. Throws `UsageError` for a device without graphs.
+  /// `ordinals`: those of the random operators that may be called, ascending. Waits for the work of
+  /// this thread's current stream. Throws `UsageError` for a device without graphs.
   GraphCapture(at::Device device, std::vector<int> ordinals);
-  /// Waits for what preparing the graphs has given the device.
+  /// Waits for the device's work that prepares the graphs.
   ~GraphCapture();
   GraphCapture(const GraphCapture&) = delete;
   GraphCapture& operator=(const GraphCapture&) = delete;
 
-  /// What `work` gives the device; it may call these of the random operators. Throws what it
-  /// throws, and what the device says of work that cannot be captured.
+  /// Captures the work that `work` gives the device; it may call these of the random operators.
+  /// Throws its errors, and the device's for work that cannot be captured.
   CapturedWork capture(const std::vector<int>& ordinals, const std::function<void()>& work);
 
  private:
@@ -117,7 +117,7 @@ class GraphCapture {
   std::shared_ptr<DeviceGraphPool> pool_;
   bool has_begun_ = false;        // a capture, with this pool
   DeviceGraph* graph_ = nullptr;  // that is captured
-  std::vector<size_t> drawn_;     // generators, by what is captured
+  std::vector<size_t> drawn_;     // those of each captured work
 };
 
 /// Calls a random operator that is the `ordinal`-th of its program. Where its stream is captured it

@@ -28,14 +28,15 @@ const c10::OperatorHandle& grad_operator();
 const c10::OperatorHandle& requires_grad_operator();
 
 /// The operators `first` to `last`, of which `last` is `smp::grad` and `first` the first one that
-/// reads what it differentiates with respect to, or makes it by a write. They run on one stage, and
-/// once, since `last` needs the history that they record.
+/// reads the values with respect to which it differentiates, or makes them by a write. They run on
+/// one stage, and once, since `last` needs the history that they record.
 struct DifferentiatedRange {
   int first;
   int last;
 };
 
-/// What an `smp::grad` with these arguments differentiates with respect to, by all names.
+/// The values with respect to which an `smp::grad` with these arguments differentiates, by all
+/// names.
 std::vector<ValueId> differentiated(const Graph& graph, const std::vector<Argument>& arguments);
 
 /// Whether an operator makes one of them by a write, of which older views of its memory get their

@@ -23,7 +23,7 @@ struct Call {
   std::vector<int64_t> result;
 };
 
-/// Each element of the result is a sum over what the left factor has last.
+/// Each element of the result is a sum over the left factor's last dimension.
 double product_flops(const Call& call, size_t left) {
   const auto& factor = call.arguments[left];
   return 2 * product(call.result) * (factor.empty() ? 1 : static_cast<double>(factor.back()));

@@ -34,7 +34,7 @@ class FilledRun {
     if (is_leaf(op.handle) || !(records_history(graph_, op) || acts_on_arguments(graph_, op))) {
       for_each_result(op, [&](ValueId id) {
         environment_[id] = filled(id);
-        // What goes back through a leaf's result is an error.
+        // A backward pass through a leaf's result is an error.
         if (requires_grad_.since(id) <= index) give_placeholder_history(environment_[id]);
       });
       return;
@@ -62,7 +62,7 @@ class FilledRun {
     return tensors_in(stack, stack.size());
   }
 
-  /// What stands for the arguments, in their order.
+  /// Tensors that stand for the arguments, in their order.
   std::vector<at::Tensor> arguments_of(const Operator& op, int index) {
     std::vector<at::Tensor> tensors;
     for (const Argument& argument : op.arguments) {
@@ -94,12 +94,12 @@ class FilledRun {
   const Graph& graph_;
   const int fill_;
   const RequiresGrad requires_grad_;
-  std::vector<at::Tensor> environment_;  // by value
+  std::vector<at::Tensor> environment_;  // tensor of each value
   std::vector<GradientSinkPtr> sinks_;
 };
 
-/// The range of `op`, and before it what makes views of memory that is written there, since a write
-/// through one is seen by the others, and views that end a history.
+/// The range of `op`, and before it the operators that make views of memory that is written there,
+/// since a write through one is seen by the others, and views that end a history.
 std::vector<int> operators_of(const Graph& graph, const Operator& op, int count) {
   const int first = first_in_range(graph, op);
   std::vector<bool> written(graph.alias_sets, false);
@@ -158,7 +158,7 @@ std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arg
   };
   std::vector<Dependence> of_value(graph.values.size());
   std::vector<Dependence> of_written(
-      graph.alias_sets);  // what all see that read the memory from then on
+      graph.alias_sets);  // on the writes to a memory, for all that read it from then on
   const auto add_all = [&](const Argument& argument, Dependence& way) {
     for (ValueId id : argument.values) {
       if (id == kUndefined) continue;

@@ -18,9 +18,8 @@ namespace smp::graph {
 std::vector<at::Tensor> grad_on_shapes(const Graph& graph, const Operator& op,
                                        const std::vector<at::Tensor>& shapes);
 
-/// The leaf module through which what an `smp::grad` with these arguments, after all operators of
-/// `graph`, differentiates depends on what it differentiates with respect to; empty if there is
-/// none.
+/// The leaf module on the path from the inputs of an `smp::grad` with these arguments, after all
+/// operators of `graph`, to its outputs; empty if there is none.
 std::string leaf_on_the_way(const Graph& graph, const std::vector<Argument>& arguments);
 
 }  // namespace smp::graph

@@ -165,7 +165,7 @@ class HashLogReader::File {
     in_.seekg(place.offset);
     line_ = place.line;
   }
-  /// Whether the line begins so; what follows.
+  /// The rest of the line if it begins so.
   std::optional<std::string> after(const std::string& beginning) const {
     if (text_.compare(0, beginning.size(), beginning) != 0) return std::nullopt;
     return text_.substr(beginning.size());

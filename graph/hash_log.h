@@ -14,12 +14,12 @@
 
 namespace smp::graph {
 
-/// A log of hashes: what the ranks of a run computed, as a folder with a text file for each. Two
-/// logs can be compared whatever the layouts of their runs, since steps, microbatches and operators
-/// are counted over all ranks, and operators as they were captured.
+/// A log of hashes of the results of a run's ranks, as a folder with a text file for each. Two logs
+/// can be compared whatever the layouts of their runs, since steps, microbatches and operators are
+/// counted over all ranks, and operators as they were captured.
 ///
 /// A file has a line for the log, then for each graph its rows, each time it is run first, and for
-/// each step what this rank computed. A *row* is an operator, or the gradient of a parameter: those
+/// each step this rank's results. A *row* is an operator, or the gradient of a parameter: those
 /// come after the operators, in the order of a backward pass.
 ///
 ///   smp hashes 1: rank 3 of 4
@@ -42,7 +42,7 @@ struct HashedStep {
   }
 };
 
-/// The rows of a graph: what a person reads of each, and the row of each parameter's gradient.
+/// The rows of a graph: the text of each, and the row of each parameter's gradient.
 struct HashRows {
   explicit HashRows(const Graph& graph);
 
@@ -64,7 +64,7 @@ class HashLogWriter {
   void begin_microbatch(uint64_t microbatch);
   /// The hash of the `number`-th tensor of a row. Those of a row follow each other.
   void add(int row, size_t number, uint64_t hash);
-  /// What was written of the step is on its way to the disk. Throws as the constructor.
+  /// Ends the step: its hashes are on their way to the disk. Throws as the constructor.
   void end_step();
 
  private:
@@ -84,7 +84,7 @@ using RowHashes = std::vector<uint64_t>;
 /// Reads the files of all ranks. Holds one step at a time.
 class HashLogReader {
  public:
-  /// What ranks computed in a step, by microbatch and row: with the rank, since several may run a
+  /// The hashes of ranks in a step, by microbatch and row: with the rank, since several may run a
   /// row.
   using OfRanks = std::set<std::pair<int, RowHashes>>;
   using Step = std::map<std::pair<uint64_t, int>, OfRanks>;

@@ -12,7 +12,7 @@
 namespace smp::graph {
 namespace {
 
-/// What the calls of `backward` go over, call by call.
+/// The histories over which the calls of `backward` go, call by call.
 class Histories {
  public:
   Histories(const Graph& graph, const std::string& step_name)
@@ -45,13 +45,13 @@ class Histories {
     const Operator& op = graph_.operators[index];
     return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
       if (value == kUndefined || !graph_.values[value].meta.requires_grad) return false;
-      // A later view of what is written leads here through the view operator.
+      // A later view of written memory leads here through the view operator.
       return reached_[value] || (writes_to(graph_, op, value) &&
                                  earliest_reached_[requires_grad_.family(value)] < index);
     });
   }
 
-  /// An operator that returns one of its arguments passes on what reaches its result.
+  /// An operator that returns one of its arguments passes on the gradients that reach its result.
   void reach_same_tensors(int index) {
     for_each_same_tensor(graph_.operators[index], [&](ValueId result, ValueId argument) {
       if (reached_[result]) reach_before(index, argument);
@@ -90,11 +90,11 @@ class Histories {
   const std::string& step_name_;
   const RequiresGrad requires_grad_;
   const std::vector<int> separated_since_;
-  std::vector<bool> is_used_up_;  // by operator: an earlier call goes over it
-  // Of the call at hand, as GradientFlow finds them for all of them.
+  std::vector<bool> is_used_up_;  // whether an earlier call goes over each operator
+  // State of the current call, as GradientFlow finds them for all of them.
   int call_ = 0;
-  std::vector<bool> reached_;          // by value
-  std::vector<int> earliest_reached_;  // by family
+  std::vector<bool> reached_;          // whether each value is reached
+  std::vector<int> earliest_reached_;  // earliest call that reached each family
 };
 
 }  // namespace

@@ -22,13 +22,13 @@ void call(OperatorInterceptor* interceptor, const c10::OperatorHandle& op,
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
-  // Excluding wins over including: what the operator calls itself stays out of sight.
+  // Excluding wins over including: the operator's own calls stay out of sight.
   const UninterceptedScope own;
   call(current, op, *stack);
 }
 
-/// libtorch asks this object, which it has for functorch, whether the thread may do what is no
-/// operator.
+/// libtorch asks this object, which it has for functorch, whether the thread may do things that are
+/// no operators.
 class Watcher final : public at::functorch::FuncTorchTLSBase {
  public:
   std::unique_ptr<FuncTorchTLSBase> deepcopy() const override {

@@ -13,14 +13,14 @@
 
 namespace smp::graph {
 
-/// What an autograd engine is asked to do.
+/// The arguments of a call of an autograd engine.
 struct BackwardPass {
   const torch::autograd::edge_list& roots;
-  const torch::autograd::variable_list& gradients;  ///< of the roots
+  const torch::autograd::variable_list& gradients;  ///< gradients of the roots
   bool keep_graph;
   bool create_graph;
   bool accumulate;                           ///< into `.grad`, as `backward()` does
-  const torch::autograd::edge_list& inputs;  ///< whose gradients are returned
+  const torch::autograd::edge_list& inputs;  ///< inputs whose gradients are returned
 };
 
 /// Sees every operator that code on this thread calls, at the level the code called it
@@ -56,8 +56,8 @@ class InterceptScope {
   InterceptScope(const InterceptScope&) = delete;
   InterceptScope& operator=(const InterceptScope&) = delete;
 
-  /// For the scope's interceptor: calls what was in force before it, which is the outer scope's
-  /// interceptor or the operator itself.
+  /// For the scope's interceptor: calls the outer scope's interceptor or, without one, the operator
+  /// itself.
   void call_outer(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
 
  private:
@@ -71,7 +71,7 @@ class InterceptScope {
 bool intercepting();
 
 /// Tells the interceptor of this thread, if there is one in force, that a backward pass begins, and
-/// returns what it answers.
+/// returns its answer.
 std::optional<torch::autograd::variable_list> announce_backward(const BackwardPass& pass);
 
 /// While it lives, no interceptor sees the operators of this thread.

@@ -22,7 +22,8 @@ class LateWrites {
 
  private:
   struct Set {
-    std::vector<int> saved_after;  // ascending: how many backwards came before what may save it
+    std::vector<int> saved_after;  // ascending: how many backwards came before each operator that
+                                   // may save it
     int moved_after = 0;           // how many before it moved last
   };
   std::vector<Set> sets_;

@@ -60,7 +60,7 @@ Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::Tenso
 /// would fill it in each launch, after its inputs were written.
 at::Tensor Layout::allocate() const {
   const at::Device device = options.device();
-  if (device.is_cuda()) at::globalContext().lazyInitDevice(device.type());  // as at::empty does
+  if (device.is_cuda()) at::globalContext().lazyInitDevice(device.type());  // like at::empty
   const c10::DeviceGuard guard(device);
   const auto bytes = static_cast<size_t>(shift + span) * options.dtype().itemsize();
   const at::ScalarType dtype = c10::typeMetaToScalarType(options.dtype());

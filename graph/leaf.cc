@@ -35,8 +35,8 @@ template <class... Parts>
 }
 
 /// While it lives, history that is recorded on a module's own tensors leads where that of the
-/// tensors which entered in their place leads. They stay leaves, so what is saved for a backward
-/// pass stays valid when the scope has ended.
+/// tensors which entered in their place leads. They stay leaves, so tensors saved for a backward
+/// pass stay valid when the scope has ended.
 class HistoryScope {
  public:
   HistoryScope(const Tensors& own, const Tensors& entered) {
@@ -109,8 +109,8 @@ void check_new_memory(const LeafCall& call, const Tensors& results, const Tensor
   }
 }
 
-/// Keeps for the backward pass what a leaf saves: of parameters that it writes a copy, since the
-/// next microbatch writes them before.
+/// Keeps the tensors that a leaf saves for the backward pass: of parameters that it writes a copy,
+/// since the next microbatch writes them before.
 class CopyingKeeper final : public SavedTensorKeeper {
  public:
   explicit CopyingKeeper(const Tensors& written) {
@@ -205,7 +205,7 @@ TORCH_LIBRARY(smp, m) {
       "leaf(Capsule call, str settings, Tensor[] inputs, Tensor[] state, Tensor(a!)[] written)"
       " -> Tensor[]",
       {at::Tag::nondeterministic_seeded});
-  // Under every autograd key: what is inside records its own history.
+  // Under every autograd key: the operators inside record their own histories.
   m.impl("leaf", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
                                  torch::CppFunction::makeFromBoxedFunction<&kernel>()));
 }

@@ -16,7 +16,7 @@
 
 namespace smp::graph {
 
-/// One call of a leaf module, which a step runs as it is instead of capturing what is inside. It is
+/// One call of a leaf module, which a step runs as it is instead of capturing its operators. It is
 /// a constant of the operator
 ///
 ///   smp::leaf(Capsule call, str settings, Tensor[] inputs, Tensor[] state, Tensor(a!)[] written)
@@ -30,7 +30,7 @@ class LeafCall final : public torch::CustomClassHolder {
   using Function =
       std::function<std::vector<at::Tensor>(LeafCall&, const std::vector<at::Tensor>&)>;
 
-  std::string module;    ///< what errors call it: the module's type
+  std::string module;    ///< the module's type, by which errors name it
   std::string settings;  ///< plain arguments that make another graph when they change
   std::string numbers;   ///< plain arguments that may change from step to step
   Function function;
@@ -39,7 +39,7 @@ class LeafCall final : public torch::CustomClassHolder {
   std::vector<at::Tensor> written;  ///< buffers of those of its modules that are training
   /// Whether it may write its parameters under no_grad; then they are in `written`, too.
   bool writes_parameters = false;
-  bool writes_by_batch = false;  ///< by what it is given, which each replica has for itself
+  bool writes_by_batch = false;  ///< depends on its arguments, which each replica has for itself
   bool on_zeros = false;         ///< runs for the shapes of its results only
 
   /// The module's result with undefined tensors, from the run that was recorded; empty before it.
@@ -47,7 +47,7 @@ class LeafCall final : public torch::CustomClassHolder {
   /// Keeps the first result given and throws `CaptureError` for a later one that is structured
   /// otherwise. `structure` is a text that is equal for results that are alike.
   void keep_result(std::any result, std::string structure);
-  /// Takes over what `recorded`, the same call in another run, has kept.
+  /// Takes over the result kept by `recorded`, the same call in another run.
   void keep_result_of(const LeafCall& recorded);
 
  private:
@@ -66,7 +66,8 @@ class LeafWritesScope {
   LeafWritesScope(const LeafWritesScope&) = delete;
   LeafWritesScope& operator=(const LeafWritesScope&) = delete;
 
-  /// Keeps what has not been kept yet, in the scope that this thread is in, if it is in one.
+  /// Keeps parameters that have not been kept yet, in the scope that this thread is in, if it is in
+  /// one.
   static void keep(const std::vector<at::Tensor>& parameters);
 
  private:
@@ -101,8 +102,8 @@ void check_leaf_results(const LeafCall& call,
                         const std::vector<std::optional<TensorMeta>>& recorded,
                         const std::vector<at::Tensor>& results);
 
-/// Parameters that the history of `results` reaches without passing what `entered` the leaf, inputs
-/// and state, and that are not in `call.state`.
+/// Parameters that the history of `results` reaches without passing the tensors that `entered` the
+/// leaf, inputs and state, and that are not in `call.state`.
 std::vector<at::Tensor> undeclared_parameters(const LeafCall& call,
                                               const std::vector<at::Tensor>& entered,
                                               const std::vector<at::Tensor>& results);

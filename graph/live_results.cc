@@ -56,8 +56,8 @@ class ConstantOperators {
   std::vector<bool> operators_;
 };
 
-/// The constant operators that lead to the values on `wanted` alias sets, in program order. Adds to
-/// `wanted` what they read.
+/// The constant operators that lead to the values on `wanted` alias sets, in program order. Adds
+/// their inputs to `wanted`.
 std::vector<int> leading_to(const Graph& graph, const ConstantOperators& constants,
                             std::vector<bool>& wanted) {
   std::vector<int> operators;

@@ -13,7 +13,7 @@ namespace smp::graph {
 /// a table of positions or a mask that a module makes in its first `forward` and keeps. The next
 /// run finds an ordinary constant there. All others stay without data, so using them is refused.
 ///
-/// Computes what is needed for that, on the calling thread.
+/// Computes the values needed for that, on the calling thread.
 void give_data_to_constants(const Graph& graph, const std::vector<LiveResult>& kept);
 
 /// Whether a recorded run has left something that it computed from data where another run may find

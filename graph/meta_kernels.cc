@@ -42,7 +42,7 @@ Tensor elementwise(std::initializer_list<Tensor> inputs, at::ScalarType type) {
   return config.build().output();
 }
 
-/// As `elementwise`, into a tensor that is given.
+/// Works like `elementwise`, into a tensor that is given.
 Tensor& elementwise_out(Tensor& out, std::initializer_list<Tensor> inputs) {
   at::TensorIteratorConfig config;
   config.check_all_same_dtype(false).allow_cpu_scalars(true).add_owned_output(out);

@@ -16,7 +16,7 @@ struct RunningModule {
   std::string parameter_name;
 };
 
-/// What the innermost `ModuleScope` alive on this thread says; null outside of all.
+/// The module of this thread's innermost `ModuleScope`; null outside of all.
 const RunningModule* running_module();
 
 /// Operators called on this thread while it lives are recorded as those of `module`, which has to

@@ -30,7 +30,7 @@ c10::Stream current_stream(c10::Device device) {
   return VirtualGuardImpl(device.type()).getStream(device);
 }
 
-/// What the device has been asked to do so far on the calling thread's stream.
+/// The work that the calling thread's stream of the device has so far.
 std::optional<c10::Event> work_so_far(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   c10::Event event(device.type());
@@ -60,7 +60,7 @@ at::Tensor pinned_like(const at::Tensor& tensor) {
 class OffloadStore::Item final : public StoredTensor, public std::enable_shared_from_this<Item> {
  public:
   enum class State {
-    kWaiting,  ///< to be copied away
+    kWaiting,  ///< waiting to be copied away
     kLeaving,  ///< is being copied
     kAway,
     kReturning,  ///< is being fetched, or waits for that
@@ -89,15 +89,15 @@ class OffloadStore::Item final : public StoredTensor, public std::enable_shared_
   State state_ = State::kWaiting;
   bool needed_ = false;                 // while it is leaving
   at::Tensor tensor_;                   // undefined when away
-  std::optional<CopyStreams> streams_;  // of a device's
+  std::optional<CopyStreams> streams_;  // streams of a device's tensor
   std::optional<c10::Event> made_;
-  std::optional<c10::Event> back_;  // of a device's that was away: when it has come
-  at::Tensor host_copy_;            // of a device's; pinned
+  std::optional<c10::Event> back_;  // event of a device's tensor that was away: when it has come
+  at::Tensor host_copy_;            // host's copy of a device's tensor; pinned
   int64_t offset_ = -1;             // in the file
   std::exception_ptr error_;
 };
 
-/// What items, the store and its thread share.
+/// The state that items, the store and its thread share.
 class OffloadStore::Queue {
  public:
   using ItemPtr = std::shared_ptr<Item>;
@@ -184,14 +184,14 @@ class OffloadStore::Queue {
   }
 
  private:
-  /// The memory of what came back is the copying stream's. This thread's stream, which is to use
-  /// it, copies it into memory of its own, since to record the use would not do
+  /// The memory of a tensor that came back is the copying stream's. This thread's stream, which is
+  /// to use it, copies it into memory of its own, since to record the use would not do
   /// (`core::KeptTensors`).
   void take_over(Item& item) {
     const c10::Stream current = current_stream(item.device());
     item.back_->block(current);
     const at::Tensor own = copy_as_laid_out(item.tensor_);
-    item.back_.reset();  // after what may throw: the next get waits again
+    item.back_.reset();  // after the calls that may throw: the next get waits again
     arrived_.keep({std::exchange(item.tensor_, own)}, current);
   }
 
@@ -199,7 +199,7 @@ class OffloadStore::Queue {
     return streams_.try_emplace(device, device).first->second;
   }
 
-  /// `first`: before what else is to be fetched.
+  /// `first`: before the others to be fetched.
   void begin_return(Item& item, bool first) {
     if (item.state_ == Item::State::kWaiting) {
       no_longer_waiting(item);

@@ -12,8 +12,8 @@ namespace smp::graph {
 
 /// Moves tensors out of the way until they are needed: from a device to the host's memory, and
 /// those of the host to a file. One thread of its own copies, in the order of `put` and, before
-/// that, of `prefetch`; it sleeps while there is nothing to do. What is needed before it was copied
-/// never leaves.
+/// that, of `prefetch`; it sleeps while there is nothing to do. A tensor needed before it was
+/// copied never leaves.
 ///
 /// The file has no name, so nothing stays behind when the process ends; it grows to the most bytes
 /// that it held at a time.
@@ -28,7 +28,7 @@ class OffloadStore final : public TensorStore {
   /// cannot be made or written.
   std::shared_ptr<StoredTensor> put(const at::Tensor& tensor) override;
 
-  /// Waits until everything that was put has left, but for what is needed again.
+  /// Waits until all tensors that were put have left, but for those needed again.
   void wait();
 
   /// How many tensors were put so far, and the bytes copied away and back.

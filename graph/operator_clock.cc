@@ -44,7 +44,7 @@ OperatorClock::OperatorClock(at::Device device) : device_(device) {
       device_us = stop();
     }
   }
-  const double lead = std::max((device_us - host) / kFillings, 1.0);  // of a filling
+  const double lead = std::max((device_us - host) / kFillings, 1.0);  // time of a filling
   fillings_ = filler_.defined() ? static_cast<int>(std::ceil(kAhead / lead)) : 0;
 }
 

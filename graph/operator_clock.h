@@ -10,10 +10,10 @@
 
 namespace smp::graph {
 
-/// How long a device takes for what it is given. For the CPU that is the time of the host. Others
-/// are given work by a host that may be slower than they are, and in a step it is ahead of them: so
-/// they are kept busy until all is given to them, and what counts is the time between two events
-/// on their own clock. Belongs to one thread.
+/// Measures the time that a device takes for its work. For the CPU that is the time of the host.
+/// Others are given work by a host that may be slower than they are, and in a step it is ahead of
+/// them: so they are kept busy until all is given to them, and the time between two events on their
+/// own clock counts. Belongs to one thread.
 class OperatorClock {
  public:
   explicit OperatorClock(at::Device device);

@@ -12,7 +12,7 @@
 
 namespace smp::graph {
 
-/// What is known of an operator, and its schema does not say.
+/// The facts of an operator that its schema does not say.
 enum class OperatorTrait : uint8_t {
   kReadsMetadata,        ///< its host result follows from shapes and types alone
   kUpdatesStatistics,    ///< updates its running statistics (`is_running_statistic`)
@@ -24,7 +24,7 @@ enum class OperatorTrait : uint8_t {
 };
 
 /// Whether an operator ("aten::detach"; all overloads are alike) has a trait. There is one table of
-/// what is known of operators; rules that are functions are with those who use them.
+/// the traits of operators; rules that are functions are with their users.
 bool has_trait(const std::string& name, OperatorTrait trait);
 
 /// True if some result is no tensor: a number, a bool, a shape.

@@ -11,7 +11,7 @@
 
 namespace smp::graph {
 
-/// Sees to it that parameters whose data is not always there are there while somebody reads them:
+/// Sees to it that parameters whose data is not always there are there while they are read:
 /// operators in the forward pass (and again in the backward pass, see `CheckpointedSegment`), and
 /// the functions of a backward pass that have saved them. Called by the threads that run forwards
 /// and backwards, one at a time; calls nest.
@@ -37,7 +37,7 @@ class ParameterResidency {
   /// A tensor that may lie on such a parameter is about to be read: by a function of the backward
   /// pass that has saved it, or because the step returns it.
   virtual void before_read(const at::Tensor& tensor) = 0;
-  /// Whoever has read it has let go of it.
+  /// Called when its reader has let go of it.
   virtual void after_read(const at::Tensor& tensor) noexcept = 0;
 };
 

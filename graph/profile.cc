@@ -40,8 +40,8 @@ uint64_t checksum(const Operator& op, const Environment& environment) {
   return hash;
 }
 
-/// Copies of what the graph writes among the tensors that it does not make, so that another run
-/// finds them as the first one did.
+/// Copies of the tensors that the graph writes and does not make, so that another run finds them as
+/// the first one did.
 Environment copy_written(const Graph& graph, const Environment& environment) {
   const AliasAnalysis aliases(graph);
   Environment copy = environment;
@@ -52,9 +52,9 @@ Environment copy_written(const Graph& graph, const Environment& environment) {
   return copy;
 }
 
-/// By operator, whether the backward pass goes through it. By storage, since what is written may
-/// lead there by way of another view. Others need not be able to go back: a value may be written
-/// that a history has saved and nobody asks for.
+/// Whether the backward pass goes through each operator. Found by storage, since a written view may
+/// lead there by way of another. Others need not be able to go back: a value may be written that a
+/// history has saved and no backward asks for.
 std::vector<bool> operators_with_backward(const Graph& graph) {
   std::vector<bool> leads_to_root(graph.alias_sets), result(graph.operators.size());
   const auto note = [&](ValueId id) { leads_to_root[graph.values[id].alias_set] = true; };
@@ -79,7 +79,7 @@ class SavedStorages {
     for (ValueId id : arguments_) before_.push_back(references(environment[id]));
   }
 
-  /// To be called when results have left their history, which must still be there.
+  /// Must be called when results have left their history, which must still be there.
   void find(const Graph& graph, const Operator& op, const Environment& environment,
             std::unordered_set<int>& saved) const {
     for (size_t a = 0; a < arguments_.size(); ++a) {
@@ -243,7 +243,7 @@ class Profiler {
     return clock_.stop();
   }
 
-  /// A history of one operator: its arguments enter anew, but for what the operators of a
+  /// A history of one operator: its arguments enter anew, but for values that the operators of a
   /// differentiated range have made or read before.
   void enter_arguments(size_t i, Environment& environment) {
     if (!is_differentiated_[i]) {
@@ -253,7 +253,7 @@ class Profiler {
     const bool records = records_history(graph_, graph_.operators[i]);
     for (ValueId id : tensor_arguments(graph_.operators[i])) {
       if (is_differentiated_[i] && !in_range_.insert(id).second) continue;
-      // Under no_grad it may be written, after which libtorch lets nobody look at its history.
+      // Under no_grad it may be written, after which libtorch refuses to show its history.
       if (records && environment[id].defined() && is_unlinked(graph_, id)) {
         environment[id] = enter_unlinked(environment[id]);
         continue;
@@ -289,16 +289,15 @@ class Profiler {
   const bool memory_;
   OperatorClock clock_;
   Segment segment_;
-  const std::vector<bool> has_backward_;  // by operator
-  std::vector<bool> is_differentiated_;   // by operator: in a range that `autograd::grad` ends
+  const std::vector<bool> has_backward_;  // whether each operator has one
+  std::vector<bool> is_differentiated_;   // in a range that `autograd::grad` ends
   std::unordered_set<ValueId> in_range_;
-  std::vector<GradientSinkPtr> sinks_;  // of what has entered
+  std::vector<GradientSinkPtr> sinks_;  // sinks of values that have entered
   std::vector<size_t> last_use_;
   std::vector<Times> times_;
   const std::unique_ptr<Allocations> allocations_;  // libtorch counts, and warns, while it exists
-  std::vector<int64_t>
-      hidden_bytes_;               ///< by operator: kept by its history, and no value of the graph
-  std::unordered_set<int> saved_;  ///< alias sets of which something is kept for backward
+  std::vector<int64_t> hidden_bytes_;  ///< kept by each operator's history, in no value
+  std::unordered_set<int> saved_;      ///< alias sets of which something is kept for backward
 };
 
 }  // namespace

@@ -38,8 +38,8 @@ void measure_costs(Graph& graph, Environment environment, const RandomKey& key,
                    const std::vector<uint64_t>& checksums, const std::string& step_name,
                    const MeasureOptions& options = {});
 
-/// Two digits are what a measurement on a busy machine is worth; fewer ties, steadier plans. 0 for
-/// what is not above 0.
+/// A measurement on a busy machine is worth two digits; fewer ties, steadier plans. 0 for a value
+/// that is not above 0.
 double round_to_two_digits(double value);
 
 /// The costs as one byte string, to be sent to other ranks, and back.

@@ -40,9 +40,9 @@ std::unique_lock<std::mutex> lock_generators();
 /// are threads of this process. Other threads that draw from it meanwhile disturb both.
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed);
 
-/// Calls the operator, which draws from the CPU's default generator, and returns the state that
-/// the generator had before: what `call_from_state` needs to draw the same numbers again. Other
-/// threads that draw from it wait.
+/// Calls the operator, which draws from the CPU's default generator, and returns the state that the
+/// generator had before: `call_from_state` draws the same numbers again from it. Other threads that
+/// draw from it wait.
 at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
 /// Calls the operator, which draws on the CPU from a generator of its own in `state`.

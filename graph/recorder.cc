@@ -283,7 +283,7 @@ ValueId Recorder::add_result(const TracedCall& call, Operator& op, const at::Ten
     value.meta.device = result_device(call.arguments, graph_, call.op->schema());
   }
   value.producer = static_cast<int>(graph_.operators.size());
-  // What host code may fill stays the function's alone, or `torch::zeros` returns a copy.
+  // Tensors that host code may fill stay the function's alone, or `torch::zeros` returns a copy.
   const ValueId id = host_may_write(op.handle) ? add(std::move(value), result.variable_data())
                                                : add_value(std::move(value), result);
   op.results.push_back(id);
@@ -324,7 +324,7 @@ std::unique_ptr<Graph> Recorder::finish(const std::vector<ValueId>& outputs,
   return std::make_unique<Graph>(std::move(graph_));
 }
 
-/// What is written after `backward` is written to a copy where a backward may need what was there
+/// Tensors written after `backward` are written to a copy where a backward may need the old content
 /// (`late_writes.h`). But a leaf works on the buffers of its module themselves.
 void Recorder::check_late_writes() const {
   const std::vector<int> separated = sets_to_separate(graph_);
@@ -347,7 +347,7 @@ void Recorder::check_late_writes() const {
   }
 }
 
-/// A leaf that writes parameters keeps copies of what its own backward needs.
+/// A leaf that writes parameters keeps copies of the values that its own backward needs.
 void Recorder::check_written_parameters() const {
   if (graph_.roots.empty()) return;
   std::vector<const Operator*> writer(graph_.alias_sets, nullptr);

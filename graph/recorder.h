@@ -21,12 +21,12 @@
 
 namespace smp::graph {
 
-/// Writes down what a run of a step function does. Operators run here on *concrete* tensors in
-/// place of what the function holds: tensors with the data of this run, or ones of the same shape
+/// Writes down the operators of a run of a step function. Operators run here on *concrete* tensors
+/// in place of the function's tensors: tensors with the data of this run, or ones of the same shape
 /// on the meta device.
 class Recorder {
  public:
-  /// Throws what says where the function is.
+  /// Throws an error that tells where the function is.
   using Refuse = std::function<void(const std::string& what, const std::string& remedy)>;
 
   /// Goes on after `prefix`, which the run has done so far.
@@ -41,31 +41,30 @@ class Recorder {
   /// Adds a value that no operator made, with `tensor` for its data. One without an alias set gets
   /// a new one.
   ValueId add(Value value, const at::Tensor& tensor);
-  /// The value is what host code has put into a factory's result.
+  /// The value is the content that host code has put into a factory's result.
   void make_literal(ValueId id, const at::Tensor& content);
-  /// What the function holds of a value: when it is gone, nothing can read the value. One that has
-  /// data itself, which others may hold, is taken to stay.
+  /// Sets the function's tensor of a value: when it is gone, nothing can read the value. One that
+  /// has data itself, which others may hold, is taken to stay.
   void set_user(ValueId id, const at::Tensor& tensor);
   /// Gives the concrete tensors of an alias set the data of `storage`, which loses it.
   void move_data(int alias_set, c10::StorageImpl& storage);
 
-  /// The operator of a call, with what is known before it runs.
+  /// The operator of a call, with the facts known before it runs.
   Operator make_operator(const TracedCall& call, const ExecutionMode& mode, std::string scope);
   /// Runs it: takes the function's arguments from the stack and leaves concrete results there, with
-  /// what it has written and does not return (`written_results.h`).
+  /// those that it has written and does not return (`written_results.h`).
   void run(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
   /// Adds the value of its next result, which may be undefined.
   ValueId add_result(const TracedCall& call, Operator& op, const at::Tensor& result);
-  /// Adds the operator. If host code may yet fill what it has returned, that is not compared with
-  /// what a replay gives.
+  /// Adds the operator. If host code may yet fill its result, that is not compared with a replay's.
   void add(Operator op, bool may_be_filled);
 
-  /// What the function may still hold of the values.
+  /// The tensors that the function may still hold of the values.
   std::vector<LiveResult> live_results() const;
   /// Per operator, see `TraceResult`.
   std::vector<uint64_t> checksums() const { return checksums_; }
   /// The whole graph. To be called at the end. `modules_known` says by operator, as far as it goes,
-  /// whether its scope is known, and not what was read last.
+  /// whether its scope is known, and not that of an earlier read.
   std::unique_ptr<Graph> finish(const std::vector<ValueId>& outputs,
                                 const std::vector<BackwardRoot>& roots,
                                 const std::vector<bool>& modules_known);
@@ -92,8 +91,8 @@ class Recorder {
   const TraceOptions& options_;
   const Refuse refuse_;
   Graph graph_;
-  std::vector<Concrete> concrete_;                  // by value
-  std::unordered_map<int, ValueId> first_aliases_;  // by alias set
+  std::vector<Concrete> concrete_;                  // tensor of each value
+  std::unordered_map<int, ValueId> first_aliases_;  // first value of each alias set
   // Alias sets that began with undefined content, which need not be the same in another run.
   ska::flat_hash_set<int> uninitialised_;
   int random_count_ = 0;

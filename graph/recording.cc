@@ -167,7 +167,7 @@ std::vector<int> Recording::history(int storage) const {
   return result;
 }
 
-/// Runs the storage's history and what was set since. Memory that only led to it is freed as soon
+/// Runs the storage's history and the settings since. Memory that only led to it is freed as soon
 /// as no operator needs it any more.
 c10::Storage Recording::make(int storage) const {
   const at::NoGradGuard no_grad;
@@ -289,7 +289,7 @@ void Recording::assign_seeds(const std::vector<std::pair<std::string, at::Tensor
       ++ordinal;
     }
   }
-  // What no named tensor depends on, such as a table that is a plain member.
+  // Operators on which no named tensor depends, such as a table that is a plain member.
   uint64_t ordinal = 0;
   for (DeferredOperator& op : operators_) {
     if (op.random && !op.state.defined() && !op.has_seed) assign(op, "", ordinal++);

@@ -28,7 +28,7 @@ struct DeferredRef {
   TensorMeta meta;       ///< the rest is for a tensor on a storage of the recording
   int64_t offset = 0;    ///< in elements
   at::Tensor known;      ///< may be undefined
-  uint32_t version = 0;  ///< of `known`, when the operator was called
+  uint32_t version = 0;  ///< version of `known`, when the operator was called
 };
 
 /// An operator that was called during deferred construction and is run when its results are needed.
@@ -36,15 +36,15 @@ struct DeferredOperator {
   explicit DeferredOperator(c10::OperatorHandle handle) : handle(std::move(handle)) {}
 
   c10::OperatorHandle handle;
-  torch::jit::Stack arguments;      ///< as called; tensors are undefined and taken from `refs`
+  torch::jit::Stack arguments;      ///< arguments of the call; tensors are taken from `refs`
   std::vector<DeferredRef> refs;    ///< one for each tensor in the arguments, in order
   c10::SmallVector<int, 1> writes;  ///< storages that it changes or makes
   /// Which result (counted over lists too) lies on which new storage.
   c10::SmallVector<std::pair<int, int>, 1> makes;
-  /// libtorch's default type when it was called, if it decides what integers become.
+  /// libtorch's default type when it was called, if it decides the type of results from integers.
   std::optional<at::ScalarType> default_dtype;
   bool random = false;
-  at::Tensor state;   ///< of the CPU's default generator before the call; undefined in fast mode
+  at::Tensor state;   ///< the CPU's default generator before the call; undefined in fast mode
   uint64_t seed = 0;  ///< in fast mode, once it is known
   bool has_seed = false;
 };
@@ -72,15 +72,15 @@ class Recording : public std::enable_shared_from_this<Recording> {
   void materialize(const at::Tensor& tensor);
   /// Gives data to all storages that are still in use, but for those of `except`.
   void materialize_all(const std::vector<at::Tensor>& except);
-  /// The tensor's value is to be what `source` returns when it is needed, not what was recorded.
+  /// The tensor's value is to be the result of `source` when it is needed, not of the recording.
   void set_source(const at::Tensor& tensor, Source source);
 
   /// Fast mode: keys random operators by the first of the named tensors that depends on them and by
   /// their number in its history.
   void assign_seeds(const std::vector<std::pair<std::string, at::Tensor>>& named, uint64_t seed);
 
-  /// Who makes what is recorded here: the first who asks, until that is gone. Returns whether it is
-  /// `maker`. Thread-safe.
+  /// Claims this recording for a maker: the first that asks, until it is gone. Returns whether it
+  /// is `maker`. Thread-safe.
   bool is_made_by(const std::shared_ptr<const void>& maker);
 
   /// All operators, one a line, with their constants: equal on ranks that construct the same model.

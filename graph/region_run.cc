@@ -22,7 +22,7 @@ at::Tensor view_of(const at::Tensor& memory, c10::IntArrayRef sizes, c10::IntArr
   return at::as_strided(memory, sizes, strides, offset);
 }
 
-/// The tensor without history. A leaf has none, and stays what it is: autocast casts it once.
+/// The tensor without history. A leaf has none, and stays itself: autocast casts it once.
 at::Tensor without_history(const at::Tensor& tensor, RegionInput::Kind kind) {
   if (kind == RegionInput::Kind::kCopy) return copy_as_laid_out(tensor);
   return tensor.requires_grad() && tensor.is_leaf() ? tensor : tensor.tensor_data();
@@ -102,7 +102,7 @@ RegionRun::Saved::Saved(const at::Tensor& tensor)
       counter(torch::autograd::impl::version_counter(tensor)),
       version(counter.current_version()) {
   if (!tensor.has_storage()) {
-    value = tensor.tensor_data();  // of another kind than a dense one
+    value = tensor.tensor_data();  // another kind than a dense one
     return;
   }
   sizes = tensor.sizes();
@@ -179,7 +179,7 @@ void RegionRun::move_to(TensorStore& store, std::vector<std::shared_ptr<RegionIn
   };
   for (const Input& input : inputs_) move(input.kept);
   for (Saved& saved : saved_) {
-    // What lies elsewhere on the input's memory is kept there.
+    // Tensors on the input's memory that lie elsewhere are kept there.
     const bool inside =
         saved.input != nullptr && saved.input->holds(saved.sizes, saved.strides, saved.offset);
     if (inside && move(saved.input)) saved.value = at::Tensor();
@@ -204,7 +204,7 @@ at::Tensor RegionRun::unpack(size_t number) {
   return saved.value;
 }
 
-/// Takes what the second run saves.
+/// Takes the tensors that the second run saves.
 class RegionRun::SecondRun final : public SavedTensorKeeper {
  public:
   /// Thrown when nothing is missing any more.

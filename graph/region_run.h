@@ -25,9 +25,9 @@ namespace smp::graph {
 class RegionInput {
  public:
   enum class Kind {
-    kAlias,  ///< nobody writes its memory before the backward
+    kAlias,  ///< no operator writes its memory before the backward
     kOther,  ///< the same, and others keep its memory anyway: not worth a store
-    kCopy,   ///< somebody does
+    kCopy,   ///< an operator does
   };
 
   RegionInput(const at::Tensor& tensor, Kind kind);
@@ -70,13 +70,13 @@ struct SegmentProgram {
   const size_t values;
   Segment segment;
   std::shared_ptr<const Overrides> in_effect;  // null: as captured
-  Overrides captured;                          // of every constant that was overridden once
+  Overrides captured;                          // those of every constant that was overridden once
   std::set<std::pair<int, int>> overridden;    // these, by operator and argument
 };
 
 /// One region in one run, from its forward to its backward. The history holds it: each function of
-/// the region by the number of what it saves, which counts saved tensors in their order. The order
-/// is the same in the second run.
+/// the region by the numbers of its saved tensors, in their order. The order is the same in the
+/// second run.
 class RegionRun final : public SavedTensorKeeper {
  public:
   struct Input {
@@ -95,13 +95,13 @@ class RegionRun final : public SavedTensorKeeper {
         key_(key),
         constants_(program_->in_effect) {}
 
-  /// Notes what the region reads, before it runs. `unchanged`: what is saved may lie on it.
+  /// Notes an input of the region, before it runs. `unchanged`: saved tensors may lie on it.
   void add_input(ValueId value, const at::Tensor& tensor, std::shared_ptr<RegionInput> kept,
                  bool unchanged);
 
-  /// To be called when the region has run: lets go of what its backward does not need, and moves
-  /// what it does to the store, if there is one. `kept_by_others` are results on which saved
-  /// tensors may lie. Returns what is in the store.
+  /// Must be called when the region has run: lets go of tensors that its backward does not need,
+  /// and moves those that it needs to the store, if there is one. `kept_by_others` are results on
+  /// which saved tensors may lie. Returns the inputs in the store.
   std::vector<std::shared_ptr<RegionInput>> finish(const std::vector<at::Tensor>& kept_by_others,
                                                    TensorStore* store);
 
@@ -127,7 +127,7 @@ class RegionRun final : public SavedTensorKeeper {
     uint32_t version;
     at::Tensor value;
     std::shared_ptr<RegionInput> input;  // on which it lies
-    bool is_read = false;                // by the backward
+    bool is_read = false;                // whether the backward reads it
     bool released = false;
   };
   struct Memory {

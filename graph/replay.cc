@@ -33,7 +33,7 @@
 namespace smp::graph {
 namespace {
 
-/// What the operator's results have to be like.
+/// The form that the operator's results must have.
 std::vector<std::optional<TensorMeta>> recorded_results(const Graph& graph, const Operator& op) {
   std::vector<std::optional<TensorMeta>> metas;
   for (ValueId id : op.results) {
@@ -126,8 +126,8 @@ bool computes(const Graph& graph, int index, size_t number) {
 /// While it lives, libtorch's cache of autocast's casts keeps those of a run. The cache belongs to
 /// the process, and other ranks may be threads of it: their runs have casts of other aliases
 /// (`for_scope`), so all may go on at the same time, and the last one clears it. A leaf casts the
-/// parameters of its module itself, and what another run keeps of them would be old in the next
-/// step: such a run has the cache alone.
+/// parameters of its module itself, and casts kept by another run would be old in the next step:
+/// such a run has the cache alone.
 class CastCacheScope {
  public:
   enum class Use { kShared, kAlone, kAloneOrThrow };
@@ -184,7 +184,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
   const std::vector<int> autocast = autocast_scopes(graph);
   LateWrites late(graph);
-  std::vector<std::vector<size_t>> movers(graph.alias_sets);  // by alias set: instructions
+  std::vector<std::vector<size_t>> movers(graph.alias_sets);  // instructions by alias set
   std::unordered_set<ValueId> made;
   std::unordered_set<ValueId> read;
   std::unordered_map<ValueId, size_t> last_use;
@@ -276,13 +276,13 @@ void Segment::Run::execute(const Instruction& instruction, Environment& environm
   }
 }
 
-/// Runs an operator that reads parameters of the residency. What it saves may lie on them.
+/// Runs an operator that reads parameters of the residency. Tensors that it saves may lie on them.
 void Segment::Run::resident(const Instruction& instruction, Environment& environment,
                             const RandomKey& key) {
   const auto& residency = segment_.residency_;
   residency->before(instruction.operator_index);
   const auto after = c10::make_scope_exit([&] { residency->after(instruction.operator_index); });
-  // A region keeps what it saves itself.
+  // A region keeps its saved tensors itself.
   std::optional<SavedTensorScope> scope;
   if (!SavedTensorScope::is_active()) {
     if (saved_ == nullptr) saved_ = std::make_shared<ResidentTensors>(residency);
@@ -386,7 +386,7 @@ std::string Segment::text_of(const Instruction& instruction) {
                   ")", module);
 }
 
-/// What the program did with a size or a type is part of the graph, so they must be those recorded.
+/// The program's use of a size or a type is part of the graph, so they must be those recorded.
 void Segment::check_result(const Instruction& instruction, size_t index,
                            const at::Tensor& result) const {
   const auto& recorded = instruction.recorded[index];

@@ -24,8 +24,8 @@ using Environment = std::vector<at::Tensor>;
 /// Sees the results of operators as they run: of operator `index` of the graph the `number`-th.
 using ResultObserver = std::function<void(int index, size_t number, const at::Tensor& result)>;
 
-/// Whether the bits of a defined result are what its operator computes. Those of a view are
-/// others', and memory that is not initialised holds anything.
+/// Whether the bits of a defined result are computed by its operator. Those of a view are others',
+/// and memory that is not initialised holds anything.
 bool computes(const Graph& graph, int index, size_t number);
 
 class CastCacheScope;
@@ -34,9 +34,9 @@ class ResidentTensors;
 
 /// Some operators of a graph, in program order, ready to run again and again.
 ///
-/// What its operators write after `backward` to memory that a backward may need (`late_writes.h`)
-/// they write to a copy: all tensors of the environment on that memory move there together, as
-/// though they had come from another rank. So a buffer has its new content in the environment only.
+/// Its operators' writes after `backward` to memory that a backward may need (`late_writes.h`) go
+/// to a copy: all tensors of the environment on that memory move there together, as though they had
+/// come from another rank. So a buffer has its new content in the environment only.
 ///
 /// A segment belongs to one thread at a time.
 class Segment {
@@ -49,8 +49,8 @@ class Segment {
 
   size_t size() const { return instructions_.size(); }
 
-  /// A run of some of the operators, which may be in parts: while it lives, what autocast casts is
-  /// cast once. One at a time.
+  /// A run of some of the operators, which may be in parts: while it lives, autocast casts each
+  /// tensor once. One at a time.
   class Run {
    public:
     /// `observer`, which may be null, is shown each defined result of an operator that runs; it
@@ -60,7 +60,7 @@ class Segment {
     Run(const Run&) = delete;
     Run& operator=(const Run&) = delete;
 
-    /// Runs the operators at positions `first` to `last` - 1. The environment holds what they read
+    /// Runs the operators at positions `first` to `last` - 1. The environment holds their inputs
     /// from outside.
     void part(size_t first, size_t last, Environment& environment, const RandomKey& key);
 
@@ -71,10 +71,10 @@ class Segment {
     Segment& segment_;
     const ResultObserver* observer_;
     std::unique_ptr<CastCacheScope> casts_;
-    std::shared_ptr<ResidentTensors> saved_;  // by operators that read parameters of a residency
+    std::shared_ptr<ResidentTensors> saved_;  // saved by readers of resident parameters
   };
 
-  /// Runs all operators. The environment holds what they read from outside.
+  /// Runs all operators. The environment holds their inputs from outside.
   void run(Environment& environment, const RandomKey& key);
   /// Runs the `index`-th operator only, and releases nothing.
   void run_one(size_t index, Environment& environment, const RandomKey& key);
@@ -105,15 +105,15 @@ class Segment {
     bool has_written_results;
     std::string scope;
     c10::SmallVector<ValueId, 4> dead;  // released afterwards
-    std::vector<ValueId> moves;         // to memory of their own before
+    std::vector<ValueId> moves;         // values that move to memory of their own before
     bool is_resident = false;           // concerns the residency
   };
 
-  /// What stands for a leaf in an autocast scope.
+  /// The tensor that stands for a leaf in an autocast scope.
   struct ScopeAlias {
     at::Tensor of;  // held, since its address must not be used again
     at::Tensor tensor;
-    core::NodePtr end;  // of both; tensors hold it weakly, and nobody else may hold a variable's
+    core::NodePtr end;  // end of both; tensors hold it weakly, a variable's nothing else
   };
 
   static std::string text_of(const Instruction& instruction);

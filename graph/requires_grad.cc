@@ -15,7 +15,7 @@ bool cuts_history(const Operator& op) {
   return has_trait(op.handle.schema().name(), OperatorTrait::kCutsHistory);
 }
 
-/// What the tensor of a result was called before, if it is that of an argument; or kUndefined.
+/// The earlier value of a result's tensor, if it is that of an argument; or kUndefined.
 ValueId argument_that_is(const Operator& op, ValueId value) {
   ValueId found = kUndefined;
   for_each_same_tensor(op, [&](ValueId result, ValueId argument) {
@@ -94,8 +94,8 @@ ValueId RequiresGrad::root(ValueId value) {
 void RequiresGrad::find_families(const Graph& graph) {
   for (size_t v = 0; v < family_.size(); ++v) family_[v] = static_cast<ValueId>(v);
   for (const Operator& op : graph.operators) {
-    // A tensor that is written or detached in place is still what its views are views of; what is
-    // read meanwhile may share its memory only.
+    // A tensor that is written or detached in place is still the base of its views; a tensor read
+    // meanwhile may share its memory only.
     const auto join = [&](ValueId a, ValueId b) { family_[root(a)] = root(b); };
     for_each_same_tensor(op, join);
     if (cuts_history(op)) continue;

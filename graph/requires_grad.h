@@ -8,7 +8,7 @@
 
 namespace smp::graph {
 
-/// From when on the values of a graph require grad. `TensorMeta::requires_grad` says what they did
+/// From when on the values of a graph require grad. `TensorMeta::requires_grad` tells the state
 /// when they were made, but in-place writes are seen through views: after `out[0].copy_(w)` the
 /// tensor `out` requires grad. A tensor that is written under no_grad keeps its history.
 class RequiresGrad {
@@ -39,20 +39,20 @@ bool result_requires_grad(const Graph& graph, const Operator& op);
 /// True if the operator records a backward function for some result.
 bool records_history(const Graph& graph, const Operator& op);
 
-/// True if the operator, under no_grad, makes a view of what requires grad: so does the view, but
-/// no gradient goes back through it.
+/// True if the operator, under no_grad, makes a view of a tensor that requires grad: so does the
+/// view, but no gradient goes back through it.
 bool ends_history(const Graph& graph, const Operator& op);
 
 /// True if such an operator made the value: it requires grad, but has no place in the history.
-/// libtorch lets nobody use it once its memory is written.
+/// libtorch refuses its use once its memory is written.
 bool is_unlinked(const Graph& graph, ValueId value);
 
-/// True if autograd takes the value for a view: the history of what is written through it is that of
-/// the tensor it is a view of.
+/// True if autograd takes the value for a view: the history of a write through it is that of the
+/// tensor it is a view of.
 bool is_view(const Graph& graph, ValueId value);
 
-/// The value, and what the same tensor was called before operators returned it that left it its
-/// history: those that do nothing (`to` its own type), and writes under no_grad.
+/// The value and its earlier ids: those of the same tensor before an operator returned it with
+/// unchanged history, which is one that does nothing (`to` its own type) or a write under no_grad.
 std::vector<ValueId> with_earlier_names(const Graph& graph, ValueId value);
 
 }  // namespace smp::graph

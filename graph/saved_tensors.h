@@ -12,13 +12,13 @@ class SavedVariableHooks;
 
 namespace smp::graph {
 
-/// Decides what becomes of the tensors that autograd's functions save for their backward. May be
-/// called by the threads that run backwards, one at a time.
+/// Decides the fate of the tensors that autograd's functions save for their backward. May be called
+/// by the threads that run backwards, one at a time.
 class SavedTensorKeeper {
  public:
   virtual ~SavedTensorKeeper() = default;
 
-  /// A function saves `tensor`. The returned number is what the other two are called with.
+  /// A function saves `tensor`. The other two are called with the returned number.
   virtual size_t pack(const at::Tensor& tensor) = 0;
   /// The tensor is needed: one with the same content, sizes and strides, and without history. May
   /// be called several times while the function lives.
@@ -28,7 +28,7 @@ class SavedTensorKeeper {
 };
 
 /// While it lives, a keeper is given every tensor that this thread's operators save, but for
-/// numbers that libtorch wraps in a tensor. Of nested scopes the innermost counts; null: autograd
+/// numbers that libtorch wraps in a tensor. The innermost of nested scopes counts; null: autograd
 /// keeps its tensors itself.
 ///
 class SavedTensorScope {
@@ -45,7 +45,8 @@ class SavedTensorScope {
   std::shared_ptr<SavedTensorKeeper> outer_;
 };
 
-/// What the engine gives autograd for a tensor that this thread saves; null without a keeper.
+/// The hooks that the engine gives autograd for a tensor that this thread saves; null without a
+/// keeper.
 std::unique_ptr<torch::autograd::SavedVariableHooks> hooks_of_saved_tensors();
 
 }  // namespace smp::graph

@@ -48,8 +48,8 @@ void* placeholder_mark() {
   return &mark;
 }
 
-/// What reading the data of a placeholder throws. Every placeholder carries it, so the text is put
-/// together once for all of a run.
+/// The text of the error for reading the data of a placeholder. Every placeholder carries it, so
+/// the text is put together once for all of a run.
 const std::string& dataless_message(const std::string& step_name) {
   thread_local std::string named;
   thread_local std::string message;
@@ -141,7 +141,7 @@ at::Tensor view_like(const at::Tensor& result, const at::Tensor& shape) {
   if (result.scalar_type() == shape.scalar_type()) {
     return shape.as_strided(result.sizes(), result.strides(), result.storage_offset());
   }
-  at::AutoDispatchBelowADInplaceOrView guard;  // as another type: the real part
+  at::AutoDispatchBelowADInplaceOrView guard;  // seen as another type: the real part
   const at::Tensor view =
       at::empty({0}, shape.options().dtype(result.scalar_type()))
           .set_(shape.storage(), result.storage_offset(), result.sizes(), result.strides())
@@ -150,8 +150,8 @@ at::Tensor view_like(const at::Tensor& result, const at::Tensor& shape) {
   return view;
 }
 
-/// What an operator did in place to `filled` is done to the tensor that stands for it, so that
-/// other views of its memory show it, too: a new shape, and a history where there was none.
+/// Repeats on the stand-in the changes that an operator made in place to `filled`, so that other
+/// views of its memory show it, too: a new shape, and a history where there was none.
 void follow_filled(const at::Tensor& filled, const at::Tensor& shape) {
   if (!filled.defined() || filled.is_same(shape)) return;
   if (filled.sizes() != shape.sizes() || filled.strides() != shape.strides()) {
@@ -248,7 +248,7 @@ void follow_in_place(const at::Tensor& tensor, const TensorMeta& meta) {
     give_placeholder_history(tensor);
   } else {
     torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge());
-    tensor.unsafeGetTensorImpl()->set_requires_grad(false);  // of a variable
+    tensor.unsafeGetTensorImpl()->set_requires_grad(false);  // a variable's flag
   }
 }
 

@@ -18,13 +18,14 @@ struct Node;
 
 namespace smp::graph {
 
-/// A tensor with the given sizes, strides, dtype, device and `requires_grad` and no data. What
-/// reads its data throws an error that says `step_name`; `backward()` on it throws as well.
-/// `step_name` is shared by all placeholders of a run.
+/// A tensor with the given sizes, strides, dtype, device and `requires_grad` and no data. Reading
+/// its data throws an error that says `step_name`; `backward()` on it throws as well. `step_name`
+/// is shared by all placeholders of a run.
 at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name);
 
-/// The gradient history that all placeholders of this thread share, so that what user code attaches
-/// to the history of one (a hook) is found here. A tracer answers what would go back through it.
+/// The gradient history that all placeholders of this thread share, so that a hook that user code
+/// attaches to the history of one is found here. A tracer answers passes that would go back through
+/// it.
 torch::autograd::Node& placeholder_history();
 
 /// Gives `tensor`, a placeholder or a factory's result, the sizes, strides and `requires_grad` that
@@ -46,7 +47,7 @@ void give_placeholder_history(const at::Tensor& tensor);
 /// tensor with another history.
 void number_placeholder(const at::Tensor& tensor, uint32_t number);
 
-/// A tensor of this shape with zeros, or what else, in all of its memory. It has no history.
+/// A tensor of this shape with zeros, or another number, in all of its memory. It has no history.
 at::Tensor make_filled(const TensorMeta& meta, at::Device device, int fill);
 
 /// The meta tensor that stands for `result`, which an operator made of `filled`, for which `shapes`
@@ -54,10 +55,10 @@ at::Tensor make_filled(const TensorMeta& meta, at::Device device, int fill);
 at::Tensor to_shape(const at::Tensor& result, const std::vector<at::Tensor>& filled,
                     const std::vector<at::Tensor>& shapes);
 
-/// What `call(0)` returns, which runs operators on tensors of `device` that are filled with zeros;
-/// or, on the CPU, what `call(1)` does if they take no zeros (`multinomial`). Throws what it does
-/// on zeros if neither returns. Another device gets no second try: its kernels may assert, which
-/// ends it for the process (an index of 1 into a table of one row).
+/// Returns the result of `call(0)`, which runs operators on tensors of `device` that are filled
+/// with zeros; or, on the CPU, the result of `call(1)` if they take no zeros (`multinomial`).
+/// Throws the error on zeros if neither returns. Another device gets no second try: its kernels may
+/// assert, which ends it for the process (an index of 1 into a table of one row).
 template <class Call>
 auto on_zeros_or_ones(at::Device device, const Call& call) {
   if (!device.is_cpu()) return call(0);

@@ -35,7 +35,7 @@ bool is_divisible(const Node& node) {
   return names.count(node.name()) > 0;
 }
 
-/// What is reached from the starts of a backward pass, and how to divide it.
+/// The nodes reached from the starts of a backward pass, and how to divide it.
 class Division {
  public:
   Division(const std::vector<Edge>& starts, const std::vector<GradientSinkPtr>& inputs) {
@@ -71,7 +71,8 @@ class Division {
   bool sound() const { return sound_; }
 
  private:
-  /// In depth first order, since an autograd graph may be deep: each node after what it leads to.
+  /// In depth first order, since an autograd graph may be deep: each node after those that it leads
+  /// to.
   void visit(Node* start) {
     std::vector<std::pair<Node*, size_t>> open;
     const auto enter = [&](Node* node) {
@@ -108,7 +109,8 @@ class Division {
     if (divided) divided_.push_back(node);
   }
 
-  /// What the second part sends to a function must not meet there what the first part sent.
+  /// Whether the gradients that the second part sends to a function do not meet those that the
+  /// first part sent.
   bool is_sound() const {
     for (const Node* node : order_) {
       if (leads_to_input(node) && !is_divisible(*node)) continue;
@@ -125,7 +127,7 @@ class Division {
   std::vector<Node*> order_;
   std::vector<Node*> divided_;
   std::vector<Edge> early_edges_;
-  std::set<std::pair<const Node*, uint32_t>> known_;  // of these
+  std::set<std::pair<const Node*, uint32_t>> known_;  // functions and inputs of `early_edges_`
   bool sound_ = true;
 };
 
@@ -150,15 +152,16 @@ SplitBackward::SplitBackward(const std::vector<Edge>& starts,
   }
   if (first.empty()) return;
 
-  // What is asked of the engine: the inputs' gradients, those that divided functions are given, and
-  // those that functions that cannot be divided send to weights.
+  // The gradients asked of the engine: the inputs' gradients, those that divided functions are
+  // given, and those that functions that cannot be divided send to weights.
   std::vector<Edge> wanted;
   for (const auto& input : inputs) wanted.emplace_back(input, 0);
   for (Node* node : division.divided()) {
     for (uint32_t i = 0; i < node->num_inputs(); ++i) wanted.emplace_back(node->getptr(), i);
   }
   wanted.insert(wanted.end(), division.early().begin(), division.early().end());
-  // The engine keeps the graph for the second part; what that does not need is released below.
+  // The engine keeps the graph for the second part; tensors that it does not need are released
+  // below.
   auto found = torch::autograd::Engine::get_default_engine().execute(
       first, first_gradients, /*keep_graph=*/true, /*create_graph=*/false,
       /*accumulate_grad=*/false, wanted);

@@ -11,8 +11,8 @@
 
 namespace smp::graph {
 
-/// A backward pass in two parts: first the gradients that other stages wait for, later those of
-/// the weights (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Both parts together run each
+/// A backward pass in two parts: first the gradients that other stages wait for, later those of the
+/// weights (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Both parts together run each
 /// backward formula with the same arguments as one pass would and add up in the same order, so the
 /// gradients are the same to the bit.
 ///
@@ -20,13 +20,13 @@ namespace smp::graph {
 /// *divided* function is one that leads to an input as well as to weights: the first part asks it
 /// for the gradients on the way to inputs only and keeps the gradient that it was given; the second
 /// part starts there. Only functions whose formulas for the two have nothing in common (matrix
-/// products, also of gathered inputs, convolutions, sums, products, layer norm) are divided; what
-/// others send to weights is computed in the first part and kept.
+/// products, also of gathered inputs, convolutions, sums, products, layer norm) are divided;
+/// gradients that others send to weights are computed in the first part and kept.
 class SplitBackward {
  public:
   /// Runs the first part from `starts` with `gradients` (as `run_backward` does) and gives the
-  /// sinks in `inputs` their gradients. What the second part does not need is freed as soon as the
-  /// caller lets go of `starts`.
+  /// sinks in `inputs` their gradients. Memory that the second part does not need is freed as soon
+  /// as the caller lets go of `starts`.
   SplitBackward(const std::vector<torch::autograd::Edge>& starts,
                 const std::vector<at::Tensor>& gradients,
                 const std::vector<GradientSinkPtr>& inputs);
@@ -39,7 +39,7 @@ class SplitBackward {
   int64_t kept_bytes() const;
 
  private:
-  std::vector<torch::autograd::Edge> starts_;  // of the second part
+  std::vector<torch::autograd::Edge> starts_;  // starts of the second part
   std::vector<at::Tensor> gradients_;
 };
 

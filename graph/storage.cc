@@ -8,8 +8,8 @@ namespace {
 
 // libtorch can make a storage throw when its data is accessed, but offers no way back. Naming a
 // private member in an explicit instantiation is legal C++, and the only way to have both: an error
-// instead of a null pointer in a kernel, and tensors that come to life under everyone who holds
-// them.
+// instead of a null pointer in a kernel, and tensors that come to life in the hands of all their
+// holders.
 bool& throws_on_access(c10::StorageImpl& storage);
 
 template <bool c10::StorageImpl::*flag>

@@ -14,8 +14,8 @@ class StoredTensor {
 
   /// Begins to bring the tensor back, without waiting.
   virtual void prefetch() = 0;
-  /// The tensor as it was, laid out alike (see `copy_as_laid_out`); waits for it. Throws what
-  /// storing or fetching it threw.
+  /// The tensor as it was, laid out alike (see `copy_as_laid_out`); waits for it. Throws the errors
+  /// of storing or fetching it.
   virtual at::Tensor get() = 0;
 };
 
@@ -24,7 +24,7 @@ class TensorStore {
  public:
   virtual ~TensorStore() = default;
 
-  /// Takes a tensor without history, which nobody writes any more.
+  /// Takes a tensor without history, which is not written any more.
   virtual std::shared_ptr<StoredTensor> put(const at::Tensor& tensor) = 0;
 };
 

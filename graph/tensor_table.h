@@ -22,13 +22,13 @@ class TensorTable {
     std::string name;
     at::Tensor tensor;
     std::vector<std::string> aliases;  ///< the other names it is registered under
-    core::NodePtr end = nullptr;  ///< of its history: `autograd::grad` looks for one that is alive
+    core::NodePtr end = nullptr;       ///< end of its history: `autograd::grad` needs one alive
   };
 
   /// Adds a parameter or buffer. Throws `UsageError` if another tensor has the name.
   void add(ValueKind kind, const std::string& name, const at::Tensor& tensor);
 
-  /// To be called when a registered tensor was given another storage.
+  /// Must be called when a registered tensor was given another storage.
   void renew_storage(const at::Tensor& tensor);
 
   /// The entry of this very tensor (by identity), or nullptr.

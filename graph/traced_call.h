@@ -16,7 +16,7 @@ struct TracedCall {
   const c10::OperatorHandle* op = nullptr;
   std::vector<Argument> arguments;
   std::vector<at::Tensor> tensors;  ///< among the arguments, in their order
-  std::vector<ValueId> ids;         ///< of the tensors
+  std::vector<ValueId> ids;         ///< values of the tensors
   bool absolute_offset = false;     ///< it counted from the start of its argument's storage
 
   /// The values that the operator writes.

@@ -94,7 +94,7 @@ TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& f
   ActiveScope scope(this);
   const auto ended = c10::make_scope_exit([this] { end_histories(); });
   const std::vector<at::Tensor> outputs = run_function(function, passed);
-  passed.clear();  // what is still there now, something else holds
+  passed.clear();  // tensors that are still there now are held elsewhere
   return finish(outputs);
 }
 
@@ -107,7 +107,7 @@ std::vector<at::Tensor> Tracer::run_function(const Function& function,
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& error) {
-    refuse_torch_script();  // whose interpreter throws errors of its own, which are these ...
+    refuse_torch_script();  // its interpreter throws errors of its own, which are these ...
     core::fail<Error>(where(), ": ", core::text_without_prefix(error));
   } catch (const std::exception&) {
     refuse_torch_script();  // ... or, before libtorch 2.15, std::runtime_error
@@ -118,7 +118,7 @@ std::vector<at::Tensor> Tracer::run_function(const Function& function,
 // ---------------------------------------------------------------------------------------------
 // One operator call
 
-/// The name in the model of what code on this thread says to be running.
+/// The name in the model of the module that code on this thread says is running.
 std::string Tracer::module_path(const RunningModule& module) const {
   const auto* entry = options_.table == nullptr || !module.parameter.defined()
                           ? nullptr
@@ -173,7 +173,7 @@ void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     script_operator_ = op.schema().name();
     refuse_torch_script();
   }
-  // What was recorded as an operator is none that answers the host.
+  // An operator of the recording does not answer the host.
   const bool expected = verifier_ != nullptr && verifier_->expects(op);
   if (!expected && answer_host_value(op, stack)) return;
   // Taken while it is in use: a call may derive a value with a call of its own.
@@ -317,11 +317,11 @@ void Tracer::push_recorded_results(const TracedCall& call, const Operator& op,
       stack.push_back(take());
     }
   }
-  // What the operator writes and does not return.
+  // Drops tensors that the operator writes and does not return.
   torch::jit::drop(stack, op.list_lengths.size() - call.op->schema().returns().size());
 }
 
-/// What the function gets for a result: a placeholder, or its own argument.
+/// The tensor that the function gets for a result: a placeholder, or its own argument.
 at::Tensor Tracer::stand_in(const TracedCall& call, ValueId id, int is_argument) {
   const TensorMeta& meta = value(id).meta;
   const at::Tensor tensor =
@@ -329,49 +329,6 @@ at::Tensor Tracer::stand_in(const TracedCall& call, ValueId id, int is_argument)
   if (is_argument >= 0) follow(tensor, meta);
   bind(tensor, id);
   return tensor;
-}
-
-/// Lets what the function holds show what an operator did to it in place. Only a leaf writes
-/// parameters, which keep their history.
-void Tracer::follow(const at::Tensor& tensor, const TensorMeta& meta) {
-  const auto* entry = options_.table->find(tensor);
-  if (entry != nullptr && entry->kind == ValueKind::kParameter) return;
-  if (meta.requires_grad && !tensor.requires_grad()) {
-    history_begins_ = true;
-    note_history(tensor);
-  }
-  follow_in_place(tensor, meta);
-}
-
-/// A tensor gets a history. What is registered outlives the run, and its history does not.
-void Tracer::note_history(const at::Tensor& tensor) {
-  if (options_.table->find(tensor) != nullptr) histories_.push_back(tensor);
-}
-
-void Tracer::end_histories() {
-  for (const at::Tensor& tensor : std::exchange(histories_, {})) {
-    torch::autograd::impl::set_gradient_edge(tensor, torch::autograd::Edge());
-  }
-}
-
-/// What an operator writes with a history has it wherever the memory is seen: the function's other
-/// views of it require a gradient from now on.
-void Tracer::spread_history(const Operator& op) {
-  if (!std::exchange(history_begins_, false)) return;
-  known_.for_each_alive([&](const auto& owner, const Known& known) {
-    const int set = value(known.id).alias_set;
-    const bool written = std::find(op.writes.begin(), op.writes.end(), set) != op.writes.end();
-    const at::Tensor tensor{owner};
-    if (!written || tensor.requires_grad()) return true;
-    const bool now = verifier_ != nullptr ? verifier_->requires_grad(known.id)
-                                          : recorder_->concrete(known.id).requires_grad();
-    if (now) {
-      note_history(tensor);
-      give_placeholder_history(tensor);
-      bind(tensor, known.id);
-    }
-    return true;
-  });
 }
 
 Argument Tracer::collect_argument(const c10::IValue& value, TracedCall& call) {
@@ -415,17 +372,9 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   make_offset_relative(call);
 }
 
-/// The result of a custom function that works in place may be seen through another view only.
-void Tracer::watch_custom_function(const TracedCall& call) {
-  for (const at::Tensor& tensor : inner_arguments_) check_history(tensor);
-  for (const at::Tensor& tensor : call.tensors) {
-    if (tensor.defined() && !at::GradMode::is_enabled()) inner_arguments_.push_back(tensor);
-  }
-}
-
 /// An input lies somewhere else in its storage in each microbatch, and a tensor that crossed
-/// between ranks has a storage of its own: an offset may only be the tensor's own, which is what
-/// none means. Parameters and buffers stay where they are.
+/// between ranks has a storage of its own: so an offset is recorded only if it is the tensor's own,
+/// as None. Parameters and buffers stay where they are.
 void Tracer::make_offset_relative(TracedCall& call) const {
   const int index = storage_offset_argument(call.op->schema());
   if (index < 0 || call.ids[0] == kUndefined) return;
@@ -435,8 +384,8 @@ void Tracer::make_offset_relative(TracedCall& call) const {
   if (offset.toInt() == call.tensors[0].storage_offset()) offset = c10::IValue();
 }
 
-/// The program's backward pass was over when it called the operator. So what `backward` was called
-/// on, and the gradient it got, are copied before the operator writes them.
+/// The program's backward pass was over when it called the operator. So the tensor on which
+/// `backward` was called, and the gradient it got, are copied before the operator writes them.
 void Tracer::keep_roots(const TracedCall& call) {
   for (ValueId written : call.written()) {
     for (BackwardRoot& root : roots_) {
@@ -448,7 +397,7 @@ void Tracer::keep_roots(const TracedCall& call) {
 
 bool Tracer::share_storage(ValueId a, ValueId b) const {
   if (a == kUndefined || b == kUndefined) return false;
-  // What was first seen in this call has no alias set yet while verifying.
+  // A value first seen in this call has no alias set yet while verifying.
   return a == b || (value(a).alias_set >= 0 && value(a).alias_set == value(b).alias_set);
 }
 
@@ -488,8 +437,9 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
          "it there, or make the module that needs the value a leaf: smp::leaf(module)(x)");
 }
 
-/// Whether the program itself has the data of the call's tensors: constants made outside, and what
-/// host code may fill. It is the same for all microbatches, and the program reads it in each step.
+/// Whether the program itself has the data of the call's tensors: constants made outside, and
+/// memory that host code may fill. It is the same for all microbatches, and the program reads it in
+/// each step.
 bool Tracer::is_host_data(const torch::jit::Stack& stack, size_t arguments) const {
   const std::vector<at::Tensor> tensors = tensors_in(stack, arguments);
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
@@ -536,8 +486,8 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
       root.gradient = lookup(gradients[i]);
       settle_end(root.gradient);
     }
-    // What operators run on knows best: a view of the tensor may have been written. Where the run
-    // follows a known graph, that one was checked.
+    // The operators' own tensors know best: a view of the tensor may have been written. Where the
+    // run follows a known graph, that one was checked.
     const bool differentiable =
         root.value != kUndefined &&
         (verifier_ != nullptr || recorder_->concrete(root.value).requires_grad());
@@ -554,7 +504,8 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
   ++backwards_;
 }
 
-/// Of the function's tensors, at the end: the tracer no longer counts among those that hold them.
+/// Lets go of the function's tensors at the end: the tracer no longer counts among those that hold
+/// them.
 void Tracer::let_go() {
   recorder_.reset();
   host_data_.clear();

@@ -29,14 +29,14 @@ struct ConstantOverride {
   c10::IValue value;
 };
 
-/// As `ConstantOverride`, for the content of a literal or constant tensor.
+/// The counterpart of `ConstantOverride` for the content of a literal or constant tensor.
 struct ContentOverride {
   ValueId value;
   at::Tensor content;
 };
 
 struct TraceOptions {
-  std::string step_name;               ///< what errors call the step function
+  std::string step_name;               ///< the step function's name in errors
   const TensorTable* table = nullptr;  ///< parameters and buffers by identity
   /// Takes the tensors that the run makes from nothing else; may be null.
   WholeTensors* wholes = nullptr;
@@ -54,24 +54,24 @@ struct TraceOptions {
 /// A result of an operator that something may still hold when the step function has returned.
 struct LiveResult {
   ValueId id;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< of the placeholder
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  ///< storage of the placeholder
 };
 
-/// What one run of a step function was found to do.
+/// The findings of one run of a step function.
 struct TraceResult {
   /// The candidate that the run equals, or nullptr.
   const Graph* match = nullptr;
-  /// What differs from `match`: the rest of the plan stays valid.
+  /// The differences from `match`: the rest of the plan stays valid.
   std::vector<ConstantOverride> constants;
   std::vector<ContentOverride> contents;
   /// The new graph if no candidate matched.
   std::unique_ptr<Graph> recorded;
   /// Where the last candidate was left, as text; empty if there was none.
   std::string difference;
-  /// With `execute`: per operator, a hash of its results right after it ran; 0 where the content
-  /// is not determined then (`empty`, a view of what host code may yet fill).
+  /// A hash of each operator's results right after it ran, with `execute`; 0 where the content is
+  /// not determined then (`empty`, a view of memory that host code may yet fill).
   std::vector<uint64_t> checksums;
-  /// Of `recorded`, by value: see `give_data_to_constants`.
+  /// The live results among the values of `recorded`: see `give_data_to_constants`.
   std::vector<LiveResult> kept;
   /// Values without data that something other than the step's result holds: see `leaves_results`.
   std::vector<ValueId> left;
@@ -83,12 +83,12 @@ struct RunningModule;
 
 /// Runs a step function on one microbatch and finds out which operators it calls.
 ///
-/// The function works on *placeholders*, tensors that have a shape and no data, so that what it
-/// does cannot depend on data unnoticed. As long as the run follows one of the candidates (same
-/// operators, constants and data flow) it only *verifies*: nothing is executed or recorded. Where
-/// it leaves the last of them it goes on *recording*, on shapes. So the function runs exactly once
-/// either way. With `execute`, the operators that it records also run, on tensors with data that
-/// the function never sees. See docs/capture.md.
+/// The function works on *placeholders*, tensors that have a shape and no data, so that it cannot
+/// depend on data unnoticed. As long as the run follows one of the candidates (same operators,
+/// constants and data flow) it only *verifies*: nothing is executed or recorded. Where it leaves
+/// the last of them it goes on *recording*, on shapes. So the function runs exactly once either
+/// way. With `execute`, the operators that it records also run, on tensors with data that the
+/// function never sees. See docs/capture.md.
 ///
 /// A tracer belongs to the thread that made it.
 class Tracer final : public OperatorInterceptor {
@@ -97,9 +97,9 @@ class Tracer final : public OperatorInterceptor {
   ~Tracer() override;
 
   /// Calls `function` with placeholders of `inputs`; it returns the tensors that the step returns,
-  /// of which it may have kept another reference each, in the step's result.
-  /// With `execute`, operators work on `inputs` themselves, in place too. Throws `CaptureError` for
-  /// what cannot be captured.
+  /// of which it may have kept another reference each, in the step's result. With `execute`,
+  /// operators work on `inputs` themselves, in place too. Throws `CaptureError` for code that
+  /// cannot be captured.
   using Function = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)>;
   TraceResult run(const std::vector<at::Tensor>& inputs, const Function& function);
 
@@ -119,14 +119,14 @@ class Tracer final : public OperatorInterceptor {
     ValueId id = kUndefined;
     bool requires_grad = false;  // when an operator last returned it
   };
-  // What holds data that host code can write: a factory's result, until an operator writes it, and
+  // A tensor whose data host code can write: a factory's result, until an operator writes it, and
   // small constants.
   struct HostData {
     ValueId id;
     at::Tensor tensor;     // on the same storage
-    uint64_t content;      // hash of what the factory returned; after a read, of what was read
-    bool uninitialised;    // by the factory
-    bool is_read = false;  // by an operator
+    uint64_t content;      // hash of the factory's result; after a read, of the read content
+    bool uninitialised;    // whether the factory left it so
+    bool is_read = false;  // whether an operator has read it
 
     bool changed() const;
     bool filled(bool for_read) const;
@@ -225,17 +225,17 @@ class Tracer final : public OperatorInterceptor {
   std::string script_operator_;           // that TorchScript called
   int backwards_ = 0;                     // how often the function has called `backward`
   std::vector<ValueId> outputs_;
-  bool history_begins_ = false;        // the operator at hand gave a history to what had none
+  bool history_begins_ = false;        // the operator at hand gave a first history
   std::vector<at::Tensor> histories_;  // buffers that have got one, which ends with the run
   ValueId last_parameter_ = kUndefined;
-  std::vector<bool> modules_known_;               // by operator; those beyond its end are not
-  const c10::OperatorHandle* reading_ = nullptr;  // whose arguments are looked up
+  std::vector<bool> modules_known_;               // whether each operator's is known, up to the end
+  const c10::OperatorHandle* reading_ = nullptr;  // the operator whose arguments are looked up
   TracedCall spare_call_;                         // keeps the memory of the last call for the next
-  torch::autograd::Node* history_ = nullptr;      // of all placeholders
+  torch::autograd::Node* history_ = nullptr;      // history of all placeholders
   // The ends of the histories of parameters and variables, by which `autograd::grad` names them.
   std::vector<core::NodePtr> ends_;
   bool custom_function_ = false;             // one was applied in this run, with gradients on
-  std::vector<at::Tensor> inner_arguments_;  // what it may have given a history of its own
+  std::vector<at::Tensor> inner_arguments_;  // arguments that may have got their own history
 
   WeakMap<c10::TensorImpl, Known> known_;
   // The last value on a storage.
@@ -244,7 +244,7 @@ class Tracer final : public OperatorInterceptor {
     int64_t offset = 0;
   };
   WeakMap<c10::StorageImpl, OnStorage> storages_;
-  ska::flat_hash_map<int, HostData> host_data_;  // by alias set
+  ska::flat_hash_map<int, HostData> host_data_;  // data of each alias set
 };
 
 }  // namespace smp::graph

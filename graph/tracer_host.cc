@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of Tracer that knows what host code can write: a factory's result, until an operator
-// writes it, and small constants.
+// The part of Tracer that knows the tensors that host code can write: a factory's result, until an
+// operator writes it, and small constants.
 
 #include "graph/alias_analysis.h"
 #include "graph/content.h"
@@ -15,13 +15,14 @@ namespace smp::graph {
 
 bool Tracer::HostData::changed() const { return hash_content(tensor) != content; }
 
-/// Whether an operator that is about to use it for the first time finds what host code put there.
+/// Whether an operator that is about to use it for the first time finds the numbers that host code
+/// put there.
 bool Tracer::HostData::filled(bool for_read) const {
   return !is_read && ((for_read && uninitialised) || changed());
 }
 
-/// From now on host code may fill the factory's result. What `empty` returns is marked first, so
-/// that it shows whether it was filled, even with what the memory happened to hold.
+/// From now on host code may fill the factory's result. The result of `empty` is marked first, so
+/// that it shows whether it was filled, even with the old content of the memory.
 void Tracer::note_factory(ValueId id, const c10::OperatorHandle& op, const at::Tensor& result) {
   if (options_.wholes != nullptr) options_.wholes->add(result.storage());
   const bool empty = has_trait(op.schema().name(), OperatorTrait::kLeavesUninitialised);
@@ -35,8 +36,8 @@ void Tracer::note_constant(ValueId id, const at::Tensor& tensor) {
   host_data_[value(id).alias_set] = {id, tensor, hash_content(tensor), false, /*is_read=*/true};
 }
 
-/// Takes what host code filled for a literal: an operator reads it, or writes it and may leave
-/// parts as they are.
+/// Takes memory that host code filled for a literal: an operator reads it, or writes it and may
+/// leave parts as they are.
 void Tracer::settle(HostData& data, bool for_read) {
   if (data.is_read) {
     // A large one is looked at when it is written, or at the end.
@@ -70,8 +71,8 @@ void Tracer::settle_written(const Operator& op) {
   }
 }
 
-/// An operator writes what host code could fill until now: from here on it is the data of this run,
-/// which the function does not see.
+/// An operator writes memory that host code could fill until now: from here on it holds the data of
+/// this run, which the function does not see.
 void Tracer::withhold(int alias_set) {
   const auto it = host_data_.find(alias_set);
   const HostData& data = it->second;
@@ -83,7 +84,7 @@ void Tracer::withhold(int alias_set) {
   host_data_.erase(it);
 }
 
-/// To return the memory itself, or a view of it, is not to read it.
+/// Returning the memory itself, or a view of it, is not reading it.
 void Tracer::settle_read(const TracedCall& call, const Operator& op) {
   if (host_data_.empty()) return;
   const Graph& graph = verifier_ != nullptr ? verifier_->graph() : recorder_->graph();
@@ -101,7 +102,7 @@ void Tracer::settle_read(ValueId id) {
 
 /// Whether the operator has returned a view of a factory's result, which host code may yet fill.
 bool Tracer::views_unread_host_data(const Operator& op) const {
-  if (host_may_write(op.handle)) return false;  // the factory: what is filled is not run again
+  if (host_may_write(op.handle)) return false;  // the factory: a filled result is not run again
   return any_result(recorder_->graph(), op, [&](const Value& result) {
     const auto it = host_data_.find(result.alias_set);
     return it != host_data_.end() && !it->second.is_read;

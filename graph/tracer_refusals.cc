@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operators that a step function may not call, or not on what it gives them.
+// Operators that a step function may not call, or not with its arguments.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/string_view.h>
@@ -33,8 +33,8 @@ void Tracer::refuse_cumulative_average(const at::Tensor& read) const {
       "microbatch calls: smp::leaf(norm)(x)");
 }
 
-/// Operators that make a tensor itself another view of its memory. What is registered outlives the
-/// run, and the next microbatch would find what this one made of it.
+/// Operators that make a tensor itself another view of its memory. Registered tensors outlive the
+/// run, and the next microbatch would find the view that this one made.
 void Tracer::refuse_views_in_place(const TracedCall& call) const {
   const std::string& name = call.op->schema().name();
   if (!call.op->hasTag(at::Tag::inplace_view)) return;
@@ -43,7 +43,7 @@ void Tracer::refuse_views_in_place(const TracedCall& call) const {
   if (entry != nullptr) refuse_new_shape(name, *entry);
 }
 
-/// The same for what has a new shape afterwards, as an `out=` may.
+/// The same for a tensor that has a new shape afterwards, as an `out=` may.
 void Tracer::check_keeps_shape(const TracedCall& call, const at::Tensor& argument,
                                const at::Tensor& result) const {
   if (argument.sizes() == result.sizes() && argument.strides() == result.strides()) return;

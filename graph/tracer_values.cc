@@ -1,17 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of Tracer that knows tensors again: which value of the graph the code holds.
 
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "core/check.h"
 #include "graph/content.h"
-#include "graph/differentiate.h"
 #include "graph/recorder.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
@@ -27,18 +23,10 @@ bool has_hooks(const at::Tensor& tensor) {
   return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) { return hook != nullptr; });
 }
 
-/// The name of the custom function that a node of the autograd graph calls; empty for other nodes.
-std::string custom_function_of(const torch::autograd::Node& node) {
-  constexpr std::string_view kWrapper = "torch::autograd::CppNode<";
-  const std::string name = node.name();
-  if (name.compare(0, kWrapper.size(), kWrapper) != 0) return "";
-  return name.substr(kWrapper.size(), name.size() - kWrapper.size() - 1);
-}
-
 /// True if the two hold some of the same bytes.
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!a.has_storage() || !b.has_storage() || a.device() != b.device()) return false;
-  // Without checks: what another rank owns has no data here, and overlaps nothing.
+  // Without checks: another rank's tensor has no data here, and overlaps nothing.
   const auto range = [](const at::Tensor& tensor) {
     c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
     const auto* begin = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
@@ -101,7 +89,7 @@ void Tracer::bind(const at::Tensor& tensor, ValueId id) {
       id, tensor.storage_offset()};
 }
 
-/// Adds a value that no operator made; `tensor` is what the user's code holds.
+/// Adds a value that no operator made; `tensor` is the one that the user's code holds.
 ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
   ValueId id;
   if (verifier_ != nullptr) {
@@ -184,7 +172,7 @@ ValueId Tracer::find_alias(const at::Tensor& tensor) {
       "Make it with an operator, such as detach() or as_strided()");
 }
 
-/// Takes `tensor` for what the operator makes of known tensors.
+/// Takes `tensor` for the operator's result from known tensors.
 ValueId Tracer::derive(const at::Tensor& tensor, const char* name, torch::jit::Stack arguments) {
   const UninterceptedScope own;
   call(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), arguments);
@@ -281,8 +269,8 @@ void Tracer::check_hooks() const {
          "there, or make the module that needs the hook a leaf: smp::leaf(module)(x)");
 }
 
-/// `requires_grad_()` and what gives a tensor a history by hand are no operators. The former is
-/// recorded as one, but for a parameter or buffer, which the step does not make.
+/// `requires_grad_()` and other ways to give a tensor a history by hand are no operators. The
+/// former is recorded as one, but for a parameter or buffer, which the step does not make.
 bool Tracer::changed_by_hand(const at::Tensor& tensor, const Known& known) const {
   if (tensor.requires_grad() == known.requires_grad) return false;
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
@@ -299,71 +287,6 @@ bool Tracer::changed_by_hand(const at::Tensor& tensor, const Known& known) const
                   "\" by requires_grad_(", tensor.requires_grad() ? "true" : "false", ")"),
          "Freeze and unfreeze parameters before the step; weight.detach() gives a tensor that "
          "requires no gradient, and buffer.detach().requires_grad_() one that does");
-}
-
-/// From now on the function's tensor is what `smp::requires_grad` makes of what it was.
-ValueId Tracer::require_grad(const at::Tensor& tensor, const at::Tensor& as_before) {
-  const bool on = tensor.requires_grad();
-  if (on) ends_.push_back(torch::autograd::impl::grad_accumulator(tensor));
-  return derive(tensor, "smp::requires_grad", {as_before, on});
-}
-
-/// A custom autograd function is not an operator: its forward's operators are seen, with gradients
-/// off, its backward is not.
-void Tracer::check_history(const at::Tensor& tensor) const {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  if (meta == nullptr || meta->grad_fn_ == nullptr) return;
-  const std::string function = custom_function_of(*meta->grad_fn_);
-  if (function.empty()) return;
-  refuse("uses the result of the custom autograd function " + function +
-             ", whose backward cannot be captured",
-         "Write the function with differentiable tensor operators, or make the module that applies "
-         "it a leaf: smp::leaf(module)(x)");
-}
-
-void Tracer::custom_function() { custom_function_ |= at::GradMode::is_enabled(); }
-
-/// The tensor whose gradient goes by an edge; undefined if the function has not used it.
-at::Tensor Tracer::end_of(const torch::autograd::Edge& edge) {
-  if (edge.function.get() == history_) return tensor_for(static_cast<ValueId>(edge.input_nr));
-  const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
-  return leaf == nullptr ? at::Tensor() : leaf->variable;
-}
-
-/// `autograd::grad` is an operator of the graph. Its inputs that no operator has read have no end.
-std::optional<torch::autograd::variable_list> Tracer::differentiate(const BackwardPass& pass) {
-  if (pass.accumulate) {
-    core::fail<UsageError>(
-        where(),
-        ": backward() was called inside it, which would add to the gradients of one microbatch. "
-        "The step runs the pipeline's backward pass itself: call model->backward(loss) instead, or "
-        "torch::autograd::grad for gradients that the function goes on to use");
-  }
-  SMP_CHECK_WITH(UsageError, backwards_ == 0, where(),
-                 ": autograd::grad was called after backward, which is the end of the history. "
-                 "Call it before model->backward");
-  const UninterceptedScope own;
-  std::vector<at::Tensor> outputs, inputs;
-  for (const auto& edge : pass.roots) outputs.push_back(end_of(edge));
-  std::vector<size_t> known;
-  for (size_t i = 0; i < pass.inputs.size(); ++i) {
-    const at::Tensor input = end_of(pass.inputs[i]);
-    if (!input.defined()) continue;
-    known.push_back(i);
-    inputs.push_back(input);
-  }
-  torch::jit::Stack stack{outputs, pass.gradients, inputs, pass.keep_graph, pass.create_graph};
-  call(grad_operator(), stack);
-  const std::vector<at::Tensor> results = stack[0].toTensorVector();
-  torch::autograd::variable_list gradients(pass.inputs.size());
-  for (size_t i = 0; i < known.size(); ++i) gradients[known[i]] = results[i];
-  return gradients;
-}
-
-void Tracer::retain_grad() {
-  refuse("calls retain_grad() on a tensor, whose gradient would not be kept",
-         "Gradients of parameters are complete when the step has returned. For that of another "
-         "tensor, add a parameter of zeros to it");
 }
 
 }  // namespace smp::graph

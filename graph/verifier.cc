@@ -83,7 +83,8 @@ std::optional<std::string> Verifier::compare(const TracedCall& call, const Execu
   return std::nullopt;
 }
 
-/// The first way in which the call is not the candidate's next operator; notes what may differ.
+/// The first way in which the call is not the candidate's next operator; notes permitted
+/// differences.
 std::optional<std::string> Verifier::differs(Live& live, const TracedCall& call,
                                              const ExecutionMode& mode,
                                              FilledByHost filled_by_host) const {
@@ -155,7 +156,7 @@ void Verifier::note_contents(Live& live) const {
 const Operator& Verifier::advance() {
   added_.clear();
   const Operator& op = graph().operators[next_operator_++];
-  // The graph has what was added, and the results.
+  // The graph has the added values, and the results.
   value_count_ = op.first_result;
   for (ValueId id : op.results) value_count_ += id != kUndefined;
   return op;

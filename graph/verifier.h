@@ -19,7 +19,7 @@
 namespace smp::graph {
 
 /// Compares a run of a step function with graphs that were recorded before. It follows those that
-/// have done the same so far; what they do not have in common with the run, they allow to differ.
+/// have done the same so far; differences from the run are theirs to allow.
 class Verifier {
  public:
   /// Follows the candidates that have these inputs, if there are any.
@@ -51,18 +51,18 @@ class Verifier {
   /// Whether a value requires grad now.
   bool requires_grad(ValueId id);
 
-  /// Notes what the run has put into a factory's result where it uses it first.
+  /// Notes the content that the run has put into a factory's result where it uses it first.
   void note_literal(ValueId id, const at::Tensor& content);
   /// Leaves the graphs where host code has not filled the value; false, and none is left, if that
   /// is none of them.
   bool leave_unless_literal(ValueId id);
 
-  /// The graph that the whole run equals, with what differs; nothing if there is none.
+  /// The graph that the whole run equals, with the differences; nothing if there is none.
   std::optional<TraceResult> match(const std::vector<ValueId>& outputs,
                                    const std::vector<BackwardRoot>& roots);
   /// How many operators came so far.
   size_t size() const { return next_operator_; }
-  /// What the run has done so far: the beginning of the graph, with what differs in this run.
+  /// The run so far: the beginning of the graph, with the differences of this run.
   Graph prefix() const;
 
  private:
@@ -70,7 +70,7 @@ class Verifier {
     const Graph* graph;
     std::vector<ConstantOverride> constants;
     std::vector<ContentOverride> contents;
-    std::optional<RequiresGrad> requires_grad;  // of the graph, once it is asked for
+    std::optional<RequiresGrad> requires_grad;  // those of the graph, once they are asked for
   };
 
   std::optional<std::string> differs(Live& live, const TracedCall& call, const ExecutionMode& mode,
@@ -83,7 +83,7 @@ class Verifier {
 
   std::vector<Live> live_;
   size_t next_operator_ = 0;
-  ValueId value_count_ = 0;                 // of the graph, that came so far
+  ValueId value_count_ = 0;                 // number of the graph's values that came so far
   std::vector<Value> added_;                // since the last operator
   std::map<ValueId, at::Tensor> literals_;  // that the run has used; undefined: as recorded
 };

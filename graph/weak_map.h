@@ -11,7 +11,7 @@
 
 namespace smp::graph {
 
-/// What is known of objects, by identity. It does not keep them alive, but their addresses from
+/// The facts known of objects, by identity. It does not keep them alive, but their addresses from
 /// being used again; that memory is let go in two ways, since most objects live shortly: where an
 /// object is gone soon after it was added, while the processor still has its memory in its caches;
 /// and for the others when the map has doubled.
@@ -24,7 +24,7 @@ class WeakMap {
   }
   const Info* find(const Object* object) const { return const_cast<WeakMap*>(this)->find(object); }
 
-  /// Of the object, which is added if it is new: `weak()` refers to it.
+  /// The entry of the object, which is added if it is new: `weak()` refers to it.
   template <class Weak>
   Info& add(const Object* object, const Weak& weak) {
     if (Info* known = find(object)) return *known;

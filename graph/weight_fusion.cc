@@ -22,8 +22,8 @@ namespace generated = torch::autograd::generated;
 
 using Product = std::function<void()>;
 using Buffer = std::function<at::Tensor()>;
-/// From the gradient of a function's result, what adds the gradient of the weight to the buffer.
-/// Reads what the function saved, and so is called before that is freed.
+/// From the gradient of a function's result, the product that adds the gradient of the weight to
+/// the buffer. Reads the function's saved tensors, and so is called before they are freed.
 using Formula = std::function<Product(const at::Tensor& gradient)>;
 
 /// `x` times the weight, or times its transpose.

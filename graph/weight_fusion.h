@@ -13,9 +13,10 @@
 
 namespace smp::graph {
 
-/// By alias set, how many operators compute with the storage; those that show it as another tensor
-/// do not. What several of them give is added in one order wherever they run, but rounded by which
-/// of them run together if they add to the sum themselves: a weight is fused if it has one use.
+/// The number of operators that compute with the storage of each alias set; those that show it as
+/// another tensor do not. The gradients of several are added in one order wherever they run, but
+/// rounded by which of them run together if they add to the sum themselves: a weight is fused if it
+/// has one use.
 std::vector<int> uses_of_storages(const Graph& graph);
 
 /// Where the gradient of a weight is summed.
@@ -31,15 +32,15 @@ struct WeightBuffer {
 ///
 /// It changes the autograd graph of one microbatch: the ways to the weights behind `addmm`, `mm`
 /// (with the weight or its transpose) and `embedding` are cut, and where the backward pass comes by
-/// them it adds to the buffer. What reaches a weight in other ways still goes to its sink.
+/// them it adds to the buffer. Gradients that reach a weight in other ways still go to its sink.
 class WeightFusion {
  public:
-  /// Takes in what is behind `starts`. With `defer`, the backward pass keeps what the products
-  /// need, and `run` computes them: for a backward in two parts.
+  /// Takes in the graph behind `starts`. With `defer`, the backward pass keeps the operands of the
+  /// products, and `run` computes them: for a backward in two parts.
   WeightFusion(const std::vector<torch::autograd::Edge>& starts,
                const std::vector<WeightBuffer>& weights, bool defer);
 
-  /// Computes what was deferred.
+  /// Computes the deferred products.
   void run();
 
   /// How many products write to buffers.

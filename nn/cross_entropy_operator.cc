@@ -32,13 +32,13 @@ struct Settings {
   int64_t reduction;
   int64_t ignore_index;
   double label_smoothing;
-  int64_t first;    ///< of this rank's classes
-  int64_t classes;  ///< of all ranks
+  int64_t first;    ///< first of this rank's classes
+  int64_t classes;  ///< classes of all ranks
 };
 
 struct Loss {
   Tensor value;
-  Tensor probabilities;  ///< of this rank's classes, in the logits' type
+  Tensor probabilities;  ///< those of this rank's classes, in the logits' type
 };
 
 void check(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
@@ -240,7 +240,7 @@ Tensor cross_entropy_autograd(const Tensor& logits, const Tensor& target,
   return CrossEntropy::apply(logits, target, weight, reduction, ignore_index, label_smoothing);
 }
 
-/// As aten::cross_entropy_loss, whose inner operators autocast runs in float32.
+/// Casts as aten::cross_entropy_loss does, whose inner operators autocast runs in float32.
 template <c10::DispatchKey key, c10::DeviceType device>
 Tensor cross_entropy_autocast(const Tensor& logits, const Tensor& target,
                               const std::optional<Tensor>& weight, int64_t reduction,

@@ -17,13 +17,13 @@ namespace {
 
 using at::Tensor;
 
-/// As aten::dropout on the CPU: 0 or 1 / (1 - p) for each element of the whole.
+/// Draws as aten::dropout on the CPU: 0 or 1 / (1 - p) for each element of the whole.
 Tensor noise_of_whole(const ParameterSplit& split, const Tensor& x, double p) {
   const Tensor noise = at::empty(split.sizes, x.options());
   return x.is_meta() ? noise : noise.bernoulli_(1 - p);
 }
 
-/// As aten::dropout on a GPU, which takes a kernel of its own and multiplies in its order.
+/// Computes as aten::dropout on a GPU, which takes a kernel of its own and multiplies in its order.
 Tensor fused_dropout(const ParameterSplit& split, int rank, const Tensor& x, double p) {
   Tensor mask;
   {

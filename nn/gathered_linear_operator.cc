@@ -54,7 +54,7 @@ struct GroupOfCall : torch::CustomClassHolder {
   const comm::CommunicatorPtr group;
 };
 
-/// By the formula of aten::mm, which follows the layout of the weight.
+/// Computes by the formula of aten::mm, which follows the layout of the weight.
 Tensor gradient_of_weight(const Tensor& gradient, const Tensor& x, const Tensor& weight) {
   const Tensor conjugate = x.conj();
   return weight.is_contiguous() ? gradient.t().mm(conjugate) : conjugate.t().mm(gradient).t();
@@ -85,7 +85,7 @@ struct GatheredLinear : torch::autograd::Function<GatheredLinear> {
     const int64_t dim = context->saved_data["dim"].toInt();
     const auto saved = context->get_saved_variables();
     const Tensor &x = saved[0], &weight = saved[1];
-    // Of samples and positions as rows, which is how aten::linear computes.
+    // Reshapes to samples and positions as rows, which is how aten::linear computes.
     const Tensor gradient = gradients[0].reshape({-1, gradients[0].size(-1)});
     Tensor of_x, of_weight, of_bias;
     if (context->needs_input_grad(0)) {
@@ -110,7 +110,7 @@ Tensor gathered_linear_autograd(const Tensor& x, const Tensor& weight,
   return GatheredLinear::apply(x, weight, bias, dim);
 }
 
-/// As of aten::linear, so what is gathered has the lower precision.
+/// Casts as aten::linear does, so the gathered tensor has the lower precision.
 template <c10::DispatchKey key, c10::DeviceType device>
 Tensor gathered_linear_autocast(const Tensor& x, const Tensor& weight,
                                 const std::optional<Tensor>& bias, int64_t dim) {

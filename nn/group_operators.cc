@@ -31,7 +31,7 @@ using at::Tensor;
 
 Tensor copy(const Tensor& x) { return at::alias(x); }
 
-/// What is sent of a complex tensor: communicators know real numbers.
+/// The form in which a complex tensor is sent: communicators know real numbers.
 Tensor as_real(const Tensor& x) { return x.is_complex() ? at::view_as_real(x) : x; }
 
 Tensor reduce(const Tensor& x) {
@@ -90,7 +90,7 @@ Tensor all_to_all(const Tensor& x, int64_t split_dim, int64_t join_dim) {
 
 using Map = std::function<Tensor(const Tensor&)>;
 
-/// What a node of the history needs for its backward pass.
+/// The data that a node of the history needs for its backward pass.
 struct Adjoint : torch::CustomClassHolder {
   Adjoint(Map map_of_gradient, comm::CommunicatorPtr group_of_call)
       : map(std::move(map_of_gradient)), group(std::move(group_of_call)) {}
@@ -118,9 +118,8 @@ struct LinearMap : torch::autograd::Function<LinearMap> {
   }
 };
 
-/// `tp_copy`: what it is given, of which libtorch makes a view for a function that returns its
-/// argument. Autograd refuses to write such a view in place, since the gradient of what was there
-/// before would be lost.
+/// `tp_copy` returns its argument, which libtorch turns into a view. Autograd refuses to write such
+/// a view in place, since the gradient of the old value would be lost.
 struct Copy : torch::autograd::Function<Copy> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
                         const Map& adjoint) {

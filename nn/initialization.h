@@ -16,7 +16,7 @@ void check_divides(const char* module, const char* name, int64_t size, int ranks
                    int64_t blocks = 1);
 
 /// Gives `part`, rank `rank`'s of a tensor divided by `split`, the values that `draw` gives the
-/// whole: the same as in one process, and so is what the generator draws next.
+/// whole: the same as in one process, and so are the generator's next numbers.
 void draw_part(const at::Tensor& part, const ParameterSplit& split, int rank,
                const std::function<void(at::Tensor)>& draw);
 

@@ -13,7 +13,7 @@ namespace smp::nn {
 /// positions (bfloat16 none between 256 and 258).
 at::Tensor alibi_slopes(int64_t heads, int64_t bias_max, const at::Tensor& like);
 
-/// What is added to scores [N, heads, queries, keys]: for each head its slope times the distance
+/// The term added to scores [N, heads, queries, keys]: for each head its slope times the distance
 /// of query and key, negated [1, heads, queries, keys].
 at::Tensor linear_biases(const at::Tensor& slopes, int64_t queries, int64_t keys);
 

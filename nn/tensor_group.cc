@@ -14,7 +14,8 @@ comm::CommunicatorPtr& of_thread() {
   return group;
 }
 
-/// What the program's runtime knows of the calling rank; ranks may be threads.
+/// A function of the program's runtime that finds something for the calling rank; ranks may be
+/// threads.
 template <class T>
 class Provider {
  public:

@@ -9,7 +9,7 @@
 namespace smp::nn {
 
 /// The calling rank's tensor-parallel group, in which the operators and modules of this folder
-/// communicate: that of this thread's `TensorGroupScope`, else what the program's runtime says.
+/// communicate: that of this thread's `TensorGroupScope`, else that of the program's runtime.
 /// Throws `UsageError` without either.
 comm::CommunicatorPtr tensor_group();
 
@@ -17,12 +17,12 @@ comm::CommunicatorPtr tensor_group();
 /// rank's thread.
 void set_tensor_group(std::function<comm::CommunicatorPtr()> provider);
 
-/// What modules favour whose option `optimize` says nothing, "memory" or "speed": what the
-/// program's runtime says, or "memory" without one.
+/// The preference, "memory" or "speed", of modules whose option `optimize` is not set: the
+/// runtime's, or "memory" without one.
 std::string default_optimize();
 
-/// Tells what `default_optimize` returns on the calling rank; `smp::init` does. It may be called
-/// from any rank's thread.
+/// Sets the function that gives `default_optimize` on the calling rank; `smp::init` does. It may be
+/// called from any rank's thread.
 void set_default_optimize(std::function<std::string()> provider);
 
 /// The tensor-parallel group of this thread until the end of the block, whatever the runtime says.

@@ -14,7 +14,7 @@ class Optimizer;
 namespace smp::optim {
 
 // torch::nn::utils::clip_grad_norm_ in three parts, by the same operators in the same order, so
-// that what stands between them may be communication.
+// that there may be communication between them.
 
 /// The parameters of all groups of an optimizer, in their order.
 std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer);

@@ -22,7 +22,7 @@ namespace {
 
 /// Elements that the functions over lists are given at once, if they are of several tensors. A
 /// kernel of theirs takes no more (320 blocks of 65,536 elements each), so that more would have as
-/// many, and take more memory for what is computed on the way.
+/// many, and take more memory for intermediate results.
 constexpr int64_t kMostElements = 320 * 65536;
 
 /// Counts as libtorch's operators in place do. Autograd sees by it that a tensor that it has saved

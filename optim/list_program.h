@@ -21,7 +21,7 @@ class ListProgram {
  public:
   using Tensors = std::vector<at::Tensor>;
 
-  /// Tensors that were taken, or what is computed of them.
+  /// Tensors that were taken, or results computed from them.
   struct List {
     size_t index;
   };
@@ -51,7 +51,7 @@ class ListProgram {
   const Tensors& tensors(List list) const { return variables_.at(list.index).tensors; }
 
  private:
-  using Values = std::vector<Tensors>;  // of each variable
+  using Values = std::vector<Tensors>;  // the list of each variable
 
   enum class Kind { kTaken, kComputed, kCopied };
 
@@ -59,7 +59,7 @@ class ListProgram {
     Kind kind;
     std::string name;  // in the kernel
     size_t like;       // the list that was taken and has its layout
-    Tensors tensors;   // not of what is computed
+    Tensors tensors;   // not of intermediate results
   };
 
   List make(Kind kind, size_t like);
@@ -74,7 +74,7 @@ class ListProgram {
   void run_functions(size_t begin, size_t end);
 
   std::vector<Variable> variables_;
-  std::vector<size_t> places_;  // of the kernel's lists among the variables
+  std::vector<size_t> places_;  // places of the kernel's lists among the variables
   ListKernelText text_;
   std::vector<double> numbers_;
   std::vector<std::function<void(Values&)>> functions_;

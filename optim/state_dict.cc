@@ -100,7 +100,7 @@ class Restore {
       for (const auto& [name, param] : groups_[i]) {
         new_states_[param.unsafeGetTensorImpl()] = make_param(name, param, make_state);
       }
-      // A rehearsal: what cannot be assigned throws here.
+      // A rehearsal: values that cannot be assigned throw here.
       auto options = optimizer_.param_groups()[i].options().clone();
       assign_options(i, *options);
     }
@@ -186,7 +186,7 @@ class Restore {
     }
   }
 
-  /// libtorch answers a missing field with an internal assertion; say what it means here.
+  /// libtorch answers a missing field with an internal assertion; tell its meaning here.
   template <class Action>
   static void guarded(const std::string& what, const Action& action) {
     std::string reason = "a field is missing, or of another type than the optimizer's";
@@ -216,8 +216,8 @@ class Restore {
 
   Optimizer& optimizer_;
   const OptimizerState& state_;
-  std::vector<NamedParams> groups_;                                   // of the optimizer
-  std::map<std::string, size_t> saved_group_;                         // by parameter name
+  std::vector<NamedParams> groups_;                                   // the optimizer's
+  std::map<std::string, size_t> saved_group_;                         // keys are names
   std::vector<std::optional<size_t>> sources_;                        // saved group for each group
   std::map<void*, std::unique_ptr<OptimizerParamState>> new_states_;  // null: none was saved
   Problems problems_;

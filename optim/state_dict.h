@@ -31,10 +31,10 @@ OptimizerState share_state(const torch::optim::Optimizer& optimizer, const Param
 /// Gives a state tensors of its own.
 OptimizerState copy_of(OptimizerState state);
 
-/// Takes parameters out of a state: what is kept of them, and their names in the groups.
+/// Takes parameters out of a state: the entries of them, and their names in the groups.
 void erase_params(OptimizerState& state, const std::function<bool(const std::string&)>& which);
 
-/// A copy of what `share_state` gives.
+/// A copy of the result of `share_state`.
 OptimizerState get_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
 
 /// Which names of parameters a state and an optimizer must have in common.
@@ -54,11 +54,11 @@ void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
                const ParameterNames& names, Names common, detail::ParamStateFactory make_state);
 
-/// Throws what `set_state` would throw, and changes nothing.
+/// Throws the errors of `set_state`, and changes nothing.
 void check_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
                  const ParameterNames& names, Names common, detail::ParamStateFactory make_state);
 
-/// What the texts in an `OptimizerState` say. Throws CheckpointError for one that is no JSON
+/// The fields in a text of an `OptimizerState`. Throws CheckpointError for one that is no JSON
 /// object.
 nlohmann::json parse_fields(const std::string& text);
 /// The inverse.

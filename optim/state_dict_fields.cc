@@ -87,9 +87,9 @@ c10::IValue ivalue_of(const json& value) {
   }
 }
 
-// What is written to an archive can be read when it was saved, with copies of all tensors and
-// checksums, or from the member that collects it. Naming a private member in an explicit
-// instantiation is legal C++.
+// Gives the module of an archive, which can then be read while it is written: a saved one holds
+// copies of all tensors and checksums. Naming a private member in an explicit instantiation is
+// legal C++.
 const torch::jit::Module& module_of(const torch::serialize::OutputArchive& archive);
 
 template <torch::jit::Module torch::serialize::OutputArchive::*module>

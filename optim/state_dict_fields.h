@@ -18,8 +18,8 @@ struct Fields {
   nlohmann::json scalars = nlohmann::json::object();
 };
 
-/// What was written to `archive`, the tensors themselves. Throws UsageError for a field of another
-/// type.
+/// The fields that were written to `archive`, the tensors themselves. Throws UsageError for a field
+/// of another type.
 Fields read_archive(const torch::serialize::OutputArchive& archive);
 
 /// An archive from which `serialize` reads `fields`. Throws CheckpointError for other JSON.

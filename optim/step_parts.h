@@ -10,10 +10,10 @@
 
 #include "core/check.h"
 
-// What the steps of optimizers have in common.
+// The common part of the steps of optimizers.
 namespace smp::optim::detail {
 
-/// What the closure returns, with gradients enabled; undefined without one.
+/// The value of the closure, with gradients enabled; undefined without one.
 at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure);
 
 /// Throws `UsageError` if the parameter's gradient is sparse.

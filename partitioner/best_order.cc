@@ -27,7 +27,7 @@ constexpr double kWorthwhile = 0.02;
 /// Expected transfers must be lower by this for an order to be planned at all.
 constexpr double kPromising = 0.01;
 
-/// A plan and what it is worth.
+/// A plan and its value.
 struct Candidate {
   Plan plan;
   double step_us = 0;
@@ -100,7 +100,7 @@ class OrderChooser {
     Candidate result;
     result.plan = partition(graph, options);
     result.plan.order = order;
-    // As in `SplitScore::step`, one microbatch counts as two.
+    // Counts one microbatch as two, like `SplitScore::step`.
     const auto step = StepModel(options.step()).microbatches(microbatches());
     result.step_us = predict(graph, result.plan, step).step_us;
     add_replicas(graph, result);
@@ -117,7 +117,8 @@ class OrderChooser {
     }
   }
 
-  /// What replicas read, and what their gradients add to each microbatch.
+  /// Adds the tensors that replicas read, and the amount that their gradients add to each
+  /// microbatch.
   void add_replicas(const Graph& graph, Candidate& candidate) const {
     const Plan& plan = candidate.plan;
     std::set<std::pair<ValueId, int>> copies;  // stages of one rank share one

@@ -7,9 +7,9 @@
 
 namespace smp::partitioner {
 
-/// As `partition`, and finds the order in which the operators run: that of the program, or another
-/// legal one (`order_rules`) where the predicted step is shorter by more than 2 %. The plan is for
-/// `reordered(graph, plan.order)`.
+/// Partitions like `partition`, and finds the order in which the operators run: that of the
+/// program, or another legal one (`order_rules`) where the predicted step is shorter by more than 2
+/// %. The plan is for `reordered(graph, plan.order)`.
 ///
 /// With `owner` settled, the order may also be that of `order_by_owner`: where it visits a rank
 /// fewer times, or reads fewer bytes from other ranks. With `previous`, its order is kept together

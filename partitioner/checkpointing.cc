@@ -83,8 +83,8 @@ class Members {
   std::map<std::string, Member> of_path_;
 };
 
-/// Bytes of what regions read from outside, at the operator that makes its memory. What outlives a
-/// microbatch is there anyway.
+/// Bytes of the values that regions read from outside, at the operator that makes their memory.
+/// Values that outlive a microbatch are there anyway.
 std::vector<int64_t> input_bytes(const Graph& graph, const Regions& regions,
                                  const std::vector<int>& stage_of_operator) {
   const graph::AliasAnalysis aliases(graph);
@@ -211,7 +211,7 @@ Prediction predict_with(const Graph& graph, const Plan& plan, const StepModel& s
 
 namespace {
 
-/// What it brings to run a module again, on each rank.
+/// The savings and costs of running a module again, on each rank.
 struct Candidate {
   std::string module;
   std::vector<int64_t> freed;  ///< bytes by rank

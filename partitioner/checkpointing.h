@@ -12,8 +12,8 @@
 
 namespace smp::partitioner {
 
-/// Modules whose operators run again in the backward pass instead of keeping until then what
-/// autograd saves (graph/checkpointed_segment.h).
+/// Modules whose operators run again in the backward pass instead of keeping until then the tensors
+/// that autograd saves (graph/checkpointed_segment.h).
 struct CheckpointedModules {
   std::vector<std::string> modules;  ///< dotted paths, in the order in which they are called
   int group = 1;  ///< how many neighbours on one stage run again together; 0: all of them
@@ -22,12 +22,13 @@ struct CheckpointedModules {
 /// Per operator of a graph the number of its region, -1 for none. A region lies on one stage.
 using Regions = std::vector<int>;
 
-/// The regions of modules. Of modules inside each other the outermost counts.
+/// The regions of modules. The outermost of modules inside each other counts.
 ///
 /// No libtorch module tells when it is called, so the operators of a module are those from the
 /// first to the last one that reads its parameters, and those without parameters behind it, up to
-/// the next operator that reads another module's. What follows the last parameter of the program
-/// belongs to no module: it is taken to be the loss. Any choice of operators gives the same bits.
+/// the next operator that reads another module's. Operators behind the last parameter of the
+/// program belong to no module: they are taken to be the loss. Any choice of operators gives the
+/// same bits.
 ///
 /// `stage_of_operator` is a plan's; empty: one stage. Empty where there are no regions.
 Regions find_module_regions(const graph::Graph& graph,
@@ -35,17 +36,17 @@ Regions find_module_regions(const graph::Graph& graph,
                             const std::vector<int>& stage_of_operator = {});
 
 /// The same graph with the costs that regions give it: a backward takes as much longer as the
-/// forward takes that runs again, and what a region reads is kept instead of what it saves.
-/// `stage_of_operator` as above: what another stage makes is counted with the transfers.
+/// forward takes that runs again, and a region's inputs are kept instead of its saved tensors.
+/// `stage_of_operator` as above: values of another stage are counted with the transfers.
 graph::Graph with_regions(const graph::Graph& graph, const Regions& regions,
                           const std::vector<int>& stage_of_operator = {});
 
-/// Bytes that the largest region saves: what a rank needs in addition while that runs again.
+/// Bytes that the largest region saves: a rank needs them in addition while that runs again.
 /// `graph` has its costs without regions.
 int64_t largest_region_bytes(const graph::Graph& graph, const Regions& regions);
 
-/// The modules that come into question to run again: those whose name is a number, as children of a
-/// container have, the outermost of them; where there are none around an operator, its own module.
+/// The candidates for activation checkpointing: outermost modules with numeric names, as children
+/// of containers have; elsewhere an operator's own module.
 std::vector<std::string> candidate_modules(const graph::Graph& graph);
 
 /// Adds candidates to `modules` until no rank is predicted to need more than `limit` bytes: on the

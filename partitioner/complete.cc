@@ -123,9 +123,9 @@ class Completer {
     return readers.empty() ? 0 : readers.front();
   }
 
-  /// Of a rank's stages the one that writes a tensor, else the first that reads it, else the first.
-  /// Gradients travel to earlier stages only, so a reader after the first stage that has one will
-  /// not do.
+  /// Chooses a stage among a rank's: the one that writes a tensor, else the first that reads it,
+  /// else the first. Gradients travel to earlier stages only, so a reader after the first stage
+  /// that has one will not do.
   int stage_on_rank(int rank, ValueId value, const std::vector<int>& readers) const {
     const auto is_on_rank = [&](int stage) { return plan_.rank_of_stage[stage] == rank; };
     const int writer = last_writers_[value];
@@ -181,7 +181,7 @@ class Completer {
   const std::vector<std::vector<int>> uses_;
   const std::vector<int> last_writers_;
   const GradientFlow gradients_;
-  std::vector<std::set<int>> runs_;  ///< per stage, what it recomputes; empty if nobody does
+  std::vector<std::set<int>> runs_;  ///< recomputed by each stage; empty if none are
   std::vector<int> last_operator_;   ///< per stage, the last of it and all earlier stages
   Plan plan_;
 };

@@ -32,10 +32,10 @@ void estimate_times(graph::Graph& graph, const Compute& compute = {});
 
 /// Sets the costs of a graph that was captured on shapes alone. An operator takes the times and
 /// saved bytes of the one in `measured` (may be null) that has the same scope, the same name and
-/// the same occurrence among those, scaled by the ratio of their results' bytes. Any other costs a
-/// call and, by `compute`, what moving its arguments and results takes, or its floating point
-/// operations (`graph::operator_flops`) if that is more; its backward, if there is one, twice that;
-/// it is taken to save its own results. Views move nothing.
+/// the same occurrence among those, scaled by the ratio of their results' bytes. Another
+/// operator costs a call and, by `compute`, the larger of two times: moving its arguments and
+/// results, or its floating point operations (`graph::operator_flops`). Its backward, if there is
+/// one, costs twice that; it is taken to save its own results. Views move nothing.
 void estimate_costs(graph::Graph& graph, const graph::Graph* measured, const Compute& compute = {});
 
 }  // namespace smp::partitioner

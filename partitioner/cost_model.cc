@@ -93,12 +93,12 @@ class Reader {
   std::string source_;
 };
 
-/// What NVIDIA's data sheets promise of a GPU.
+/// The figures of a GPU in NVIDIA's data sheets.
 struct Gpu {
   std::string_view name;
-  double gigabytes;       ///< of memory, a second
+  double gigabytes;       ///< memory's gigabytes a second
   double teraflops;       ///< in float32
-  double half_teraflops;  ///< of its tensor cores in types of two bytes, without sparsity
+  double half_teraflops;  ///< teraflops of its tensor cores in types of two bytes, without sparsity
 };
 
 constexpr Gpu kGpus[] = {

@@ -8,7 +8,7 @@
 
 namespace smp::partitioner {
 
-/// What it takes to bring tensors from one rank to another: packing on one side, the message,
+/// The cost of bringing tensors from one rank to another: packing on one side, the message,
 /// unpacking on the other. The defaults are rounded from measurements on a host of two cores with
 /// Open MPI over shared memory (1 MiB: 9.4 GB/s; a copy on each side: 5 GB/s).
 struct Link {
@@ -22,7 +22,7 @@ struct Link {
   bool operator==(const Link& other) const;
 };
 
-/// What it takes to run an operator that was not measured. The defaults are those of a core.
+/// The cost of running an operator that was not measured. The defaults are those of a core.
 struct Compute {
   double call_us = 1;           ///< calling it
   double bytes_per_us = 5000;   ///< moving arguments and results
@@ -32,8 +32,8 @@ struct Compute {
   bool operator==(const Compute& other) const;
 };
 
-/// What computing and sending take, from which plans and schedules are predicted as far as nothing
-/// was measured in the model itself.
+/// The costs of computing and sending, from which plans and schedules are predicted as far as
+/// nothing was measured in the model itself.
 struct CostModel {
   Compute compute;
   /// One for all ranks of a pipeline, or one for each two neighbours: 0 and 1, 1 and 2, ...
@@ -41,12 +41,12 @@ struct CostModel {
 
   /// Between any two ranks: as the slowest on the way. Throws `ConfigError` where that is unknown.
   const Link& between(int rank, int other) const;
-  /// The slowest, by what 1 MiB takes.
+  /// The slowest, by the time of 1 MiB.
   const Link& slowest() const;
   bool operator==(const CostModel& other) const;
 
-  /// Of a GPU by its name ("h100", see `gpu_names`): from its data sheet, as far as an A100
-  /// achieves what is promised there, and from PCI Express between two of them. Nothing for another
+  /// The model of a GPU by its name ("h100", see `gpu_names`): from its data sheet, at the fraction
+  /// of it that an A100 achieves, and from PCI Express between two of them. Nothing for another
   /// name.
   static std::optional<CostModel> of_gpu(const std::string& name);
 };

@@ -169,7 +169,7 @@ struct Together {
 /// libtorch takes its history anew from the tensor that it is a view of, which another stage does
 /// not have as such.
 void add_views_in_place(const Graph& graph, std::vector<Together>& result) {
-  std::vector<int> maker;  // of the tensor that a value is, whatever wrote it since
+  std::vector<int> maker;  // operator that made the tensor, whatever wrote it since
   for (const graph::Value& value : graph.values) maker.push_back(value.producer);
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const graph::Operator& op = graph.operators[i];
@@ -210,7 +210,7 @@ std::vector<Together> find_together(const Graph& graph) {
   return result;
 }
 
-/// What makes cuts illegal.
+/// The rules that make cuts illegal.
 class Rules {
  public:
   explicit Rules(const Graph& graph)

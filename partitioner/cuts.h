@@ -8,8 +8,8 @@
 
 namespace smp::partitioner {
 
-/// Element i tells whether the program may be cut between operators i and i+1, so that the
-/// second part runs on another rank on copies of what it uses. Size: operators - 1.
+/// Element i tells whether the program may be cut between operators i and i+1, so that the second
+/// part runs on another rank on copies of its inputs. Size: operators - 1.
 ///
 /// A cut is illegal if
 ///   - a storage that only operators make is written after the cut, and two or more of its
@@ -18,7 +18,7 @@ namespace smp::partitioner {
 ///   - a storage that holds a parameter, buffer, constant, literal or input is written anywhere,
 ///     and operators on both sides of the cut touch an alias of it: each rank has its own;
 ///   - a parameter is read on both sides by operators that autocast casts it for once;
-///   - the step function differentiates what the operators on both sides compute
+///   - the step function differentiates results of operators on both sides
 ///     (`graph::differentiated_ranges`).
 /// An output or backward root counts as used after every write to its storage.
 std::vector<bool> legal_cuts(const graph::Graph& graph);
@@ -28,7 +28,7 @@ std::vector<bool> legal_cuts(const graph::Graph& graph);
 /// the text. Found from the rule directly, independently of `legal_cuts`.
 std::string why_illegal(const graph::Graph& graph, int i);
 
-/// As `why_illegal` for every cut at once.
+/// The reasons of `why_illegal` for every cut at once.
 std::vector<std::string> why_illegal(const graph::Graph& graph);
 
 /// Per cut: a parameter of which a view (such as the transpose that `linear` makes) would cross

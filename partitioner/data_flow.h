@@ -13,7 +13,7 @@ using graph::for_each_argument;
 using graph::for_each_result;
 
 /// Per value: the last operator that makes it or writes its storage, -1 if there is none. From
-/// there on the value is what an output or a backward root of the graph sees.
+/// there on an output or a backward root of the graph sees the value.
 std::vector<int> last_writers(const graph::Graph& graph);
 
 /// Per value: the operators that use it, ascending, each once. A backward root and its gradient

@@ -43,7 +43,7 @@ bool GradientFlow::reached(const Graph& graph, int operator_index) {
   return std::any_of(op.results.begin(), op.results.end(), [&](ValueId value) {
     if (value == graph::kUndefined || !graph.values[value].meta.requires_grad) return false;
     if (!uses_[value].empty()) return true;
-    // A later view of what is written leads here through the view operator.
+    // A later view of written memory leads here through the view operator.
     return writes_to(graph, op, value) &&
            earliest_reached_[requires_grad_.family(value)] < operator_index;
   });
@@ -68,7 +68,8 @@ void GradientFlow::find_dependencies(const Graph& graph) {
   }
 }
 
-/// What differentiates a second time sends gradients to all that the operators of the range read.
+/// Marks all tensors that the operators of the range read: differentiating a second time sends
+/// gradients to them.
 void GradientFlow::mark_read_in(const Graph& graph, const graph::DifferentiatedRange& range) {
   for (int i = range.first; i < range.last; ++i) {
     for_each_argument(graph.operators[i], [&](ValueId value) {

@@ -9,9 +9,9 @@
 
 namespace smp::partitioner {
 
-/// Which values a backward pass from the graph's roots gives a gradient, found statically: one
-/// pass forward (what requires grad, and from when on: `graph::RequiresGrad`), one backward (what a
-/// root depends on).
+/// Which values a backward pass from the graph's roots gives a gradient, found statically: one pass
+/// forward (values that require grad, and since when: `graph::RequiresGrad`), one backward (values
+/// that a root depends on).
 ///
 /// In-place writes are seen through views: after `out[0].copy_(w)` a root that depends on `out`
 /// depends on `w`.

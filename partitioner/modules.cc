@@ -98,7 +98,7 @@ class StageNames {
 }  // namespace
 
 std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& plan) {
-  std::map<std::string, std::set<int>> stages_of;  // of a module and all inside it
+  std::map<std::string, std::set<int>> stages_of;  // stages of a module and all inside it
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const std::string& scope = graph.operators[i].scope;
     if (scope.empty()) continue;

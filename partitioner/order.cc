@@ -73,7 +73,7 @@ class RuleFinder {
   }
 
   /// Views see writes, and autograd remakes their history after one, so whatever touches a written
-  /// storage keeps its place among what else does.
+  /// storage keeps its place among the others that do.
   void add_storages() {
     const graph::AliasAnalysis aliases(graph_);
     std::vector<int> last(graph_.alias_sets, -1);
@@ -158,8 +158,8 @@ bool is_permutation(const Order& order, size_t operators) {
   return order.size() == operators;
 }
 
-/// What a transfer of a result takes, forward and, if it has one, its gradient back; or what making
-/// it again takes, if that is less.
+/// The time of transferring a result, forward and, if it has one, its gradient back; or of making
+/// it again, if that is less.
 double crossing_us(const Graph& graph, const Value& value, const Link& link, bool gradient,
                    bool repeatable) {
   const double us = link.of_tensor(value.meta.nbytes()) * (gradient ? 2 : 1);
@@ -189,7 +189,8 @@ void add_tensors(const Graph& graph, const Link& link, OrderProblem& problem) {
   }
 }
 
-/// For each operator the highest rank among the owners of what it is the first to use; -1: none.
+/// For each operator the highest rank among the owners of tensors that it is the first to use; -1:
+/// none.
 std::vector<int> ranks_of_owners(const Graph& graph, const Owners& owner) {
   std::vector<int> rank_of_set(graph.alias_sets, -1);
   for (const Value& value : graph.values) {
@@ -282,7 +283,7 @@ Order order_by_owner(const Graph& graph, const Owners& owner) {
     rank[rule.after] = std::max(rank[rule.after], rank[rule.before]);
     after[rule.before].push_back(rule.after);
   }
-  // What depends on no owner's operator goes to the first that needs it.
+  // Operators that depend on no owner's operator go to the first that needs them.
   for (int op = operators - 1; op >= 0; --op) {
     if (rank[op] >= 0) continue;
     rank[op] = op + 1 < operators ? rank[op + 1] : 0;

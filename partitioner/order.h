@@ -19,7 +19,7 @@ using Order = std::vector<int>;
 /// Two operators that every order keeps in the program's order.
 struct OrderRule {
   enum class Kind : uint8_t {
-    kData,      ///< `after` reads what `before` makes
+    kData,      ///< `after` reads a result of `before`
     kStorage,   ///< both touch a storage that some operator writes
     kGradient,  ///< both send a gradient to one tensor: the sum depends on who comes first
     kCall,      ///< both run code that is not a tensor operator's: leaf modules
@@ -31,8 +31,8 @@ struct OrderRule {
   graph::ValueId value = graph::kUndefined;  ///< the tensor concerned, if any
 };
 
-/// What an order must keep so that the graph computes the same, bit for bit, forward and backward;
-/// by `after`, and without what follows from others of the same kind.
+/// The order that must be kept so that the graph computes the same, bit for bit, forward and
+/// backward; by `after`, and without rules that follow from others of the same kind.
 ///
 /// Operators are functions of their arguments (a random one of its ordinal, too), so results depend
 /// on the order of data and of writes only. Sums of gradients depend on more: autograd's engine
@@ -58,7 +58,7 @@ std::shared_ptr<const graph::Graph> in_order(std::shared_ptr<const graph::Graph>
 /// The fewest operators that have to be moved to get an order from the program's.
 int moved_operators(const Order& order);
 
-/// The order of a graph as numbers: what crosses, all on such a link, and the work by
+/// The order of a graph as numbers: the transfers, all on such a link, and the work by
 /// `operator_costs` with this `memory_weight`.
 OrderProblem order_problem(const graph::Graph& graph, int stages, double memory_weight,
                            const Link& link = {});

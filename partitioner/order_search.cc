@@ -100,7 +100,7 @@ class Arrangement {
   std::vector<double> middle_;  ///< per operator
 };
 
-/// Of one tensor, given where in the work it is touched.
+/// The expected cost of one tensor, given where in the work it is touched.
 double expected_cost(const OrderProblem &problem, double cost, std::vector<double> &touches) {
   std::sort(touches.begin(), touches.end());
   double crossings = 0;
@@ -215,8 +215,8 @@ class OrderSearch {
   }
 
  private:
-  /// What must be before each operator, the one with the most work on its
-  /// longest way first: what else is needed is then made late.
+  /// Operators with all that must run before them, the one with the most work on its longest way
+  /// first: the others are then made late.
   std::vector<std::vector<int>> by_length() const {
     std::vector<double> length = problem_.weight;
     std::vector<std::vector<int>> sorted = problem_.before;
@@ -230,8 +230,8 @@ class OrderSearch {
     return sorted;
   }
 
-  /// From each operator on which none depends, what must be before it, in the
-  /// order of the list.
+  /// From each operator on which none depends, the operators that must be before it, in the order
+  /// of the list.
   std::vector<int> depth_first(const std::vector<std::vector<int>> &before) const {
     std::vector<int> order;
     std::vector<bool> seen(problem_.operators(), false);
@@ -309,7 +309,7 @@ class OrderSearch {
     }
   }
 
-  /// Returns what the exchange adds to the sum.
+  /// Returns the change of the sum by the exchange.
   double swap_with_next(Arrangement &arrangement, int position) const {
     const int first = arrangement.at(position), second = arrangement.at(position + 1);
     std::vector<int> tensors;
@@ -332,8 +332,8 @@ class OrderSearch {
     return sum;
   }
 
-  /// Moves operators right before the first that depends on them. What costs as
-  /// much there moves, too, since what it depends on may then gain.
+  /// Moves operators right before the first that depends on them. An operator that costs as much
+  /// there moves, too, since those that it depends on may then gain.
   void move_late(Arrangement &arrangement) const {
     for (int p = problem_.operators() - 2; p >= 0; --p) {
       const int op = arrangement.at(p);
@@ -356,7 +356,7 @@ class OrderSearch {
     }
   }
 
-  /// What the tensors of an operator cost as it is, and if it were elsewhere.
+  /// The costs of an operator's tensors at its place, and at `position`.
   std::pair<double, double> costs(const Arrangement &arrangement, int op, int position) const {
     double here = 0, there = 0;
     std::vector<double> touches;

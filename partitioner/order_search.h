@@ -5,12 +5,12 @@
 
 namespace smp::partitioner {
 
-/// Operators to be put in an order in which little has to cross between stages. Only numbers: what
-/// operators and tensors are is the caller's affair.
+/// Operators to be put in an order in which little has to cross between stages. Only numbers: their
+/// meaning is the caller's affair.
 struct OrderProblem {
   /// A tensor that has to be sent where two operators that touch it lie on different stages.
   struct Tensor {
-    double cost = 0;           ///< of one transfer
+    double cost = 0;           ///< cost of one transfer
     std::vector<int> touches;  ///< the operators that make or use it, each once
   };
 
@@ -22,21 +22,21 @@ struct OrderProblem {
   int operators() const { return static_cast<int>(weight.size()); }
 };
 
-/// What transfers are expected to cost: stages of equal work begin anywhere, so two operators that
-/// use a tensor one after the other, and are w of the whole work apart, lie on different stages
-/// with probability min(1, (stages - 1) w). A tensor that many stages use travels from one to the
-/// next, so each such pair counts.
+/// The expected cost of transfers: stages of equal work begin anywhere, so two operators that use a
+/// tensor one after the other, and are w of the whole work apart, lie on different stages with
+/// probability min(1, (stages - 1) w). A tensor that many stages use travels from one to the next,
+/// so each such pair counts.
 double expected_transfers(const OrderProblem& problem, const std::vector<int>& order);
 
 /// An order whose `expected_transfers` are lower than those of 0, 1, 2 ... by more than `gain` of
 /// them; empty if none is found. The same problem gives the same order everywhere.
 ///
 /// A heuristic, since the problem is NP-hard (minimum linear arrangement with precedence). It
-/// starts from the order given and from two depth-first orders, in which each operator follows what
-/// it needs, the longest way first or in the order given; then it moves single operators as late or
-/// as early as they may run, and up to 1,024 operators to the best of all their places, as long as
-/// that lowers the sum. Takes O(n log n) per pass, for each operator that moves the distance, and
-/// for up to 1,024 operators O(n^2).
+/// starts from the order given and from two depth-first orders, in which each operator follows
+/// those that it needs, the longest way first or in the order given; then it moves single operators
+/// as late or as early as they may run, and up to 1,024 operators to the best of all their places,
+/// as long as that lowers the sum. Takes O(n log n) per pass, for each operator that moves the
+/// distance, and for up to 1,024 operators O(n^2).
 std::vector<int> cheaper_order(const OrderProblem& problem, double gain);
 
 }  // namespace smp::partitioner

@@ -33,7 +33,7 @@ using graph::ValueKind;
 /// time of the whole graph for one microbatch is this many units.
 constexpr double kCostUnits = 1e12;
 
-/// The search ends when no split can be better by more than this: far below what costs are worth.
+/// The search ends when no split can be better by more than this: far below the precision of costs.
 constexpr double kSearchGap = 1e-4;
 
 /// Operators that stay together, numbered in program order.
@@ -151,7 +151,7 @@ class Partitioner {
  private:
   int stages() const { return static_cast<int>(stages_.rank_of_stage.size()); }
 
-  /// Bytes that each rank needs besides what its stages keep.
+  /// Bytes that each rank needs besides those that its stages keep.
   int64_t working() const {
     const StepModel& step = options_.step();
     const int64_t region = graph_.trains() ? step.largest_region() : 0;
@@ -348,8 +348,8 @@ class Partitioner {
 
   // ---- Manual: pinned operators, and the others follow ----
 
-  /// Without automatic partitioning what comes before all pins goes to the default partition too,
-  /// if a legal cut allows it.
+  /// Without automatic partitioning operators before all pins go to the default partition too, if a
+  /// legal cut allows it.
   void add_leading_default() {
     if (options_.auto_partition() || operators_ == 0) return;
     std::vector<Pin>& pins = constraints_.pins;
@@ -511,7 +511,7 @@ class Partitioner {
 
   const Graph& graph_;
   const PartitionOptions& options_;
-  const Link link_;  // of all cuts: they are chosen before it is known between which ranks they are
+  const Link link_;  // one for all cuts: their ranks are not known yet
   const size_t operators_;
   const int min_length_;
   const std::vector<std::string> why_illegal_;

@@ -61,18 +61,17 @@ struct PartitionOptions {
 ///
 ///     sum t_s + (M - 1) max t_s,
 ///
-/// where t_s is the cost of a stage's operators as a share of the whole graph's time, plus its
-/// ends of the transfers (docs/partitioning.md). The same arguments give the same plan everywhere.
+/// where t_s is the cost of a stage's operators as a share of the whole graph's time, plus its ends
+/// of the transfers (docs/partitioning.md). The same arguments give the same plan everywhere.
 ///
 /// A cut that would send a view of a parameter is taken only if there is no plan without.
 ///
 /// Pinned operators run where they are pinned (see `find_constraints`). Where the pins go back to
-/// an earlier rank, that rank gets several stages. Of all other tensors with an owner as few bytes
-/// as possible are read elsewhere, which comes before balance: those reads become replicas.
+/// an earlier rank, that rank gets several stages. As few bytes as possible of all other owned
+/// tensors are read elsewhere, which comes before balance: those reads become replicas.
 ///
-/// Throws `PartitionError` if there is no such plan: it says how many stages are possible and
-/// why, which pins are in the way, or which memory limit would do. The result has passed
-/// `verify_plan`.
+/// Throws `PartitionError` if there is no such plan: it says how many stages are possible and why,
+/// which pins are in the way, or which memory limit would do. The result has passed `verify_plan`.
 Plan partition(const graph::Graph& graph, const PartitionOptions& options);
 
 }  // namespace smp::partitioner

@@ -16,7 +16,7 @@ using Owners = std::map<std::string, int>;
 enum class PinSource {
   kScope,      ///< an `smp::partition` scope was alive where it was called
   kParameter,  ///< it reads a parameter that is pinned by name
-  kOwner,      ///< that rank owns what it reads or writes, since an earlier step function
+  kOwner,      ///< that rank owns the tensor it reads or writes, since an earlier step function
   kDefault,    ///< without automatic partitioning: it reads a parameter that nothing pins, or
                ///< comes before all pins
 };
@@ -34,18 +34,18 @@ std::string reason(const graph::Graph& graph, const Pin& pin);
 /// A clause for error texts that names the operator, too.
 std::string describe(const graph::Graph& graph, const Pin& pin);
 
-/// What pins and settled owners ask of a graph.
+/// The demands of pins and settled owners on a graph.
 struct Constraints {
-  std::vector<Pin> pins;                     ///< by operator, at most one for each
+  std::vector<Pin> pins;                     ///< pins by operator, at most one for each
   std::vector<graph::ValueId> better_local;  ///< not pinned: reads elsewhere become replicas
 };
 
-/// What the constraints follow from.
+/// The input from which the constraints follow.
 struct PinRequest {
   int ranks = 1;
   const Owners* owner = nullptr;   ///< settled by an earlier plan
-  const Owners* pinned = nullptr;  ///< by the user
-  int default_rank = -1;           ///< of parameters that nothing pins; -1: anywhere
+  const Owners* pinned = nullptr;  ///< owners that the user pinned
+  int default_rank = -1;           ///< rank of parameters that nothing pins; -1: anywhere
 };
 
 /// Pins every operator
@@ -53,7 +53,7 @@ struct PinRequest {
 ///   2. that was called under an `smp::partition` scope: on that partition, even if it reads a
 ///      parameter pinned elsewhere, as long as it is not the first to read it;
 ///   3. that is the first to read a parameter with an owner that gets a gradient, or that writes
-///      what has an owner: on the owner;
+///      an owned tensor: on the owner;
 ///   4. that reads any other parameter, if there is a default: on the owner, or the default.
 ///
 /// Throws `PartitionError` if two of these contradict each other, or name no rank.

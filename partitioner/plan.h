@@ -40,8 +40,8 @@ struct Replica {
   bool operator==(const Replica& other) const;
 };
 
-/// An operator that a stage runs for itself although another stage runs it too: its results need
-/// no gradient, follow from what every rank has, and are cheaper to make again than to send
+/// An operator that a stage runs for itself although another stage runs it too: its results need no
+/// gradient, follow from values that every rank has, and are cheaper to make again than to send
 /// (masks, positions).
 struct Recomputed {
   int operator_index = 0;
@@ -53,9 +53,9 @@ struct Recomputed {
 /// 0, 1, ..., ranks - 1: one stage for each rank.
 std::vector<int> one_stage_per_rank(int ranks);
 
-/// Which stage runs which operators, what crosses between stages, and why. A stage is a contiguous
-/// piece of the program; a rank of the pipeline runs one stage or several (0 -> 1 -> 0). Inputs,
-/// constants and literals never cross: every rank has them.
+/// The operators of each stage, the transfers between stages, and the reasons. A stage is a
+/// contiguous piece of the program; a rank of the pipeline runs one stage or several (0 -> 1 -> 0).
+/// Inputs, constants and literals never cross: every rank has them.
 ///
 /// Operators are counted in the order in which they run. Where that is not the program's, the plan
 /// is for the graph in its `order` (partitioner/order.h), not for the graph as it was captured.
@@ -66,9 +66,9 @@ struct Plan {
   std::vector<int> rank_of_stage = {0};
   std::vector<int> stage_of_operator;
   std::vector<std::string> reason_of_operator;  ///< why it is where it is, in a few words
-  std::vector<Transfer> transfers;              ///< by value, then along the way
-  std::vector<Recomputed> recomputed;           ///< by stage, then by operator
-  std::vector<Replica> replicas;                ///< by value, then by stage
+  std::vector<Transfer> transfers;              ///< transfers by value, then along the way
+  std::vector<Recomputed> recomputed;           ///< recomputed operators by stage, then by operator
+  std::vector<Replica> replicas;                ///< replicas by value, then by stage
   std::map<std::string, int> owner;  ///< stage of every parameter and buffer the graph reads
   std::vector<int> stage_of_output;  ///< per graph output: where it is complete
   std::vector<int> stage_of_root;    ///< per backward root: where its backward starts
@@ -77,7 +77,7 @@ struct Plan {
   /// The rank that owns a parameter or buffer of the graph.
   int owner_rank(const std::string& name) const { return rank_of_stage[owner.at(name)]; }
 
-  /// As text: equal plans have equal texts. The reasons are left out.
+  /// The plan's text: equal plans have equal texts. The reasons are left out.
   std::string to_string() const;
   /// Hash of `to_string()`.
   uint64_t fingerprint() const;

@@ -8,10 +8,10 @@
 
 namespace smp::partitioner {
 
-/// A plan as JSON that a person can read and edit: for each stage its partition, its operators as
-/// a range (or, in another order than the program's, several) with the first and the last one's
-/// name and module, and the owners of parameters and buffers. What crosses, and all else, follows
-/// from these. `graph` is as it was captured. Format: docs/partitioning.md.
+/// A plan as JSON that a person can read and edit: for each stage its partition, its operators as a
+/// range (or, in another order than the program's, several) with the first and the last one's name
+/// and module, and the owners of parameters and buffers. Transfers, and all else, follow from
+/// these. `graph` is as it was captured. Format: docs/partitioning.md.
 std::string plan_to_json(const graph::Graph& graph, const Plan& plan);
 
 /// The plan in `text`, for this graph. Operators must be as many as, and called at the ends of the

@@ -33,9 +33,9 @@ struct StepModel {
   TORCH_ARG(int, replicas) = 1;
   /// Into how many sums each of them adds up the gradients of its microbatches.
   TORCH_ARG(int, shards) = 1;
-  /// What replicas divide among them.
+  /// The division among replicas.
   TORCH_ARG(Sharding, sharding);
-  /// What sending takes.
+  /// Costs of computing and sending.
   TORCH_ARG(CostModel, costs);
   /// Bytes that a rank may use for parameters, gradients, optimizer state and activations; 0: any.
   TORCH_ARG(int64_t, memory_limit) = 0;
@@ -48,7 +48,8 @@ int microbatches_in_flight(const StepModel& step, bool trains, int stage, int st
 /// Bytes that a parameter takes where it belongs: itself and, if it is trained, the sum of its
 /// gradients over the step's microbatches, `.grad`, which the sum becomes where there is one
 /// replica (of several shards one is added up beside the others' sum), and the optimizer's state.
-/// Of what replicas divide, this rank's part; sums of divided parameters are among `working_bytes`.
+/// If replicas divide it, this rank's part counts; sums of divided parameters are among
+/// `working_bytes`.
 struct ParameterMemory {
   int64_t weights = 0;
   int64_t gradients = 0;
@@ -67,8 +68,7 @@ int64_t replica_bytes(const graph::Graph& graph, const graph::Value& value);
 double transfer_us(const Link& link, int64_t bytes, bool needs_gradient);
 double message_us(const Link& link, bool trains);
 
-/// What one stage takes according to the model. Times are of one microbatch, forward and
-/// backward.
+/// The cost of one stage according to the model. Times are of one microbatch, forward and backward.
 struct StagePrediction {
   double compute_us = 0;
   double transfer_us = 0;  ///< its ends of transfers from and to stages of other ranks
@@ -83,12 +83,12 @@ struct StagePrediction {
   int64_t memory() const { return weights + gradients + optimizer + replicas + activations; }
 };
 
-/// What a plan takes: each stage, and the ranks that run them.
+/// The cost of a plan: each stage, and the ranks that run them.
 struct Prediction {
   std::vector<StagePrediction> stages;
   std::vector<double> rank_us;       ///< per rank: time of one microbatch
   std::vector<int64_t> rank_memory;  ///< per rank: bytes
-  // Of these, once per rank:
+  // The following occur once per rank:
   int64_t recomputed = 0;  ///< a region that runs again
   int64_t working = 0;     ///< divided parameters while they are whole, and sums of their gradients
   /// sum t_r + (M - 1) max t_r over the ranks: exact for `simple` with equal ratios of backward
@@ -98,7 +98,7 @@ struct Prediction {
 
 Prediction predict(const graph::Graph& graph, const Plan& plan, const StepModel& step);
 
-/// What a rank's memory is for: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
+/// The uses of a rank's memory: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
 /// MiB, activations of 3 microbatches 2.3 MiB", and, if there is any, ", a region that runs again
 /// 1.0 MiB" and ", divided parameters while they are whole and sums of their gradients 3.0 MiB".
 std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank);

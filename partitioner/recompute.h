@@ -8,8 +8,8 @@
 namespace smp::partitioner {
 
 /// Which operators may run on every stage that needs their results instead of on one: they write
-/// nothing, draw nothing, need no gradient, and read only what every rank has (inputs, constants
-/// and literals that nothing writes) or results of such operators.
+/// nothing, draw nothing, need no gradient, and read only values that every rank has (inputs,
+/// constants and literals that nothing writes) or results of such operators.
 std::vector<bool> repeatable_operators(const graph::Graph& graph);
 
 /// The operators, ascending, that a stage has to run to have `value`, where `have` tells of each

@@ -10,8 +10,8 @@
 namespace smp::partitioner {
 
 /// A table of the plan for people: per stage the modules, operators, parameters, memory, share of
-/// time and what it sends; then the balance, what several stages share, and what `predict` says of
-/// the step. The first line starts with "Partition assignments:". Ends with a newline.
+/// time and sent values; then the balance, the values that several stages share, and the prediction
+/// of the step. The first line starts with "Partition assignments:". Ends with a newline.
 std::string report(const graph::Graph& graph, const Plan& plan, const StepModel& step);
 
 }  // namespace smp::partitioner

@@ -14,7 +14,7 @@ using graph::ValueId;
 
 namespace {
 
-// What ParameterWindow gathers ahead of an operator (dp/parameter_window.h).
+// The number of operators that ParameterWindow gathers ahead (dp/parameter_window.h).
 constexpr size_t kAhead = 4;
 
 /// The divided parameters in the order in which operators first read them.

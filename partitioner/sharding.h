@@ -10,8 +10,8 @@
 
 namespace smp::partitioner {
 
-/// How replicas divide among them what each would have whole: docs/sharding.md. With both degrees
-/// 1, nothing.
+/// How replicas divide among them the tensors that each would have whole: docs/sharding.md. With
+/// both degrees 1, nothing.
 struct Sharding {
   /// Whether a parameter is divided.
   bool divides(const graph::Value& parameter) const;
@@ -35,9 +35,8 @@ struct Sharding {
 /// precision.
 int64_t gradient_bytes(const graph::Value& parameter);
 
-/// Bytes that a rank needs in a step for parameters that are divided, besides what it has of them:
-/// those that are whole at one time, which is what an operator reads and the next four, and sums
-/// of gradients on their way: two buckets with one microbatch, and with several all of them.
+/// Extra bytes during a step: divided parameters that are whole at one time (this operator's and
+/// the next four's), and gradient buckets on their way (two with one microbatch, else all).
 int64_t working_bytes(const graph::Graph& graph, const Sharding& sharding, int microbatches);
 
 }  // namespace smp::partitioner

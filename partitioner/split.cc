@@ -31,7 +31,7 @@ struct Label {
   }
 };
 
-/// What a stage of pieces [start, end) takes, whichever it is.
+/// The cost of a stage of pieces [start, end), whichever it is.
 struct StageTotals {
   int64_t time = 0;
   int64_t kept = 0;
@@ -334,7 +334,7 @@ class Splitter {
     }
   }
 
-  /// By bisection: whether a limit may be kept is decided in O(stages log pieces).
+  /// Bisects: whether a limit may be kept is decided in O(stages log pieces).
   int64_t smallest_peak_of_pieces(int64_t high) {
     int64_t low = 0;
     while (low < high) {
@@ -348,7 +348,7 @@ class Splitter {
     return low;
   }
 
-  /// A lower bound on what all crossings and penalties add. A tensor crosses between two uses if
+  /// A lower bound on the sum of all crossings and penalties. A tensor crosses between two uses if
   /// any cut lies between them: each of the at most `cuts` cuts there is charged an equal part.
   int64_t crossing_bound() const {
     if (problem_.allow_empty || stages_ == 1) return 0;
@@ -396,7 +396,7 @@ class Splitter {
   const int stages_;
   std::vector<int64_t> prefix_;
   std::vector<int> first_use_;    ///< per piece, an index into the problem's uses
-  std::vector<int64_t> leaving_;  ///< per piece, the cost of what is used after it next
+  std::vector<int64_t> leaving_;  ///< per piece, the cost of values used after it next
   std::vector<int> visits_;       ///< per stage, how many stages its rank has
   bool has_owned_ = false;
   int64_t limit_ = kInfinite;

@@ -16,14 +16,15 @@ struct PieceUse {
   int64_t kept = 0;     ///< bytes that the receiver keeps for each microbatch in flight
   int64_t fixed = 0;    ///< bytes that the receiver keeps once
   int64_t foreign = 0;  ///< bytes that count as foreign on a stage of another rank than `owner`
-  int owner = -1;       ///< a rank; -1: nobody's
+  int owner = -1;       ///< a rank; -1: none
 };
 
-/// Pieces of a program in order, to be split into contiguous stages. Only numbers: what the
-/// pieces are is the caller's affair.
+/// Pieces of a program in order, to be split into contiguous stages. Only numbers: their meaning is
+/// the caller's affair.
 ///
-/// A stage takes the cost of its pieces and of what crosses into and out of it. A stage of a rank
-/// that has k stages counts k times in the maximum, so that the maximum bounds every rank's total.
+/// A stage takes the cost of its pieces and of the values that cross into and out of it. A stage of
+/// a rank that has k stages counts k times in the maximum, so that the maximum bounds every rank's
+/// total.
 struct SplitProblem {
   std::vector<int> rank_of_stage;  ///< one entry for each stage
   bool allow_empty = false;        ///< stages without a piece
@@ -35,7 +36,7 @@ struct SplitProblem {
   std::vector<int64_t> kept;     ///< per piece: bytes for each microbatch in flight
   std::vector<int64_t> fixed;    ///< per piece: bytes whatever the number of microbatches
   std::vector<int64_t> penalty;  ///< per piece: added once if a stage other than the first begins
-  std::vector<PieceUse> uses;    ///< by `piece`; `previous` < `piece`
+  std::vector<PieceUse> uses;    ///< uses by `piece`; `previous` < `piece`
 
   /// Cut j, between stages j and j+1, is the number of pieces before it and lies in
   /// [earliest[j], latest[j]], which ascend with j.
@@ -48,10 +49,10 @@ struct SplitProblem {
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
 };
 
-/// What a choice of cuts is worth.
+/// The value of a choice of cuts.
 struct SplitScore {
   int64_t foreign = 0;  ///< bytes of owned tensors used on other ranks, once per stage
-  int64_t sum = 0;      ///< of all stages' times, and the penalties
+  int64_t sum = 0;      ///< sum of all stages' times, and the penalties
   int64_t peak = 0;     ///< the maximum, see `SplitProblem`
   int64_t memory = 0;   ///< bytes of the stage that needs most
 

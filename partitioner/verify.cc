@@ -85,7 +85,8 @@ class Verifier {
     }
   }
 
-  /// What is run twice must give the same twice: from what every rank has, with no other effect.
+  /// Checks that operators run twice give the same twice: from values that every rank has, with no
+  /// other effect.
   void check_recomputed() {
     for (const Recomputed& again : plan_.recomputed) {
       const int index = again.operator_index;
@@ -204,7 +205,7 @@ class Verifier {
 
   void check_owners() const {
     std::set<std::string> known;
-    std::map<int, std::vector<ValueId>> owned;  // by alias set
+    std::map<int, std::vector<ValueId>> owned;  // owned values by alias set
     for (size_t v = 0; v < graph_.values.size(); ++v) {
       const auto id = static_cast<ValueId>(v);
       if (!is_owned(graph_.values[v])) continue;
@@ -222,7 +223,7 @@ class Verifier {
     }
   }
 
-  /// An operator writes only on the stage that owns what it writes.
+  /// An operator writes only on the stage that owns the written tensor.
   void check_write(int index, const std::vector<ValueId>& written) const {
     for (ValueId value : written) {
       check(owner_of(value) == stage_of(index), describe_value(graph_, value), " is written by ",

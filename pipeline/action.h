@@ -56,7 +56,8 @@ struct Action {
   bool makes_input_gradients() const {
     return kind == Kind::kBackward || kind == Kind::kBackwardInput;
   }
-  /// Adds to the gradients of the parameters, and is the last to use what the forward kept: B or W.
+  /// Adds to the gradients of the parameters, and is the last to use the forward's kept tensors: B
+  /// or W.
   bool makes_weight_gradients() const {
     return kind == Kind::kBackward || kind == Kind::kBackwardWeight;
   }

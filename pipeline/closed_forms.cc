@@ -14,8 +14,8 @@ namespace smp::pipeline {
 namespace {
 
 /// Writes the order of computes stage by stage; microbatches number themselves. A pattern may need
-/// more microbatches than there are: what goes beyond the last is left out. That keeps an order
-/// right, since microbatches depend on each other only through ascending order.
+/// more microbatches than there are: those beyond the last are left out. That keeps an order right,
+/// since microbatches depend on each other only through ascending order.
 class Writer {
  public:
   explicit Writer(const ScheduleOptions& options)
@@ -120,7 +120,7 @@ Schedule one_stage_per_rank(const char* name, const ScheduleOptions& options,
 
 // --- several stages on each rank ------------------------------------------------------------
 
-/// How many microbatches go through a rank's stages together: at least p, for nobody to wait, so
+/// How many microbatches go through a rank's stages together: at least p, so that no rank waits, so
 /// that there are m / p rounds. The larger ones come first: a rank is then never behind.
 std::vector<int> rounds_of(int microbatches, int ranks) {
   const int count = std::max(1, microbatches / ranks);

@@ -13,12 +13,12 @@
 namespace smp::pipeline {
 
 /// The stream on which the tensors of one channel are copied between a device and messages in host
-/// memory, beside the current stream, which computes. Who waits for whom (docs/cuda.md):
+/// memory, beside the current stream, which computes. The waits:
 ///
-/// - A copy to the host waits for what the current stream was given before it; who hands the
+/// - A copy to the host waits for the current stream's earlier work; the thread that hands the
 ///   message over waits for the copy.
-/// - A copy to the device waits for nothing: the message is there. What the current stream is given
-///   after it waits for it. The host does not; the message is kept until the copy is done.
+/// - A copy to the device waits for nothing: the message is there. The current stream's later work
+///   waits for it. The host does not; the message is kept until the copy is done.
 /// - The tensors that arrive are copied once more, by the current stream into memory of its own.
 ///   Memory of the copy stream is kept here until that copy is done (`core::KeptTensors`).
 ///

@@ -6,7 +6,7 @@
 
 namespace smp::pipeline {
 
-/// What the parts of a step cost, for the simulator and the list scheduler: times in any one unit,
+/// The costs of a step's parts, for the simulator and the list scheduler: times in any one unit,
 /// memory in any other. Everything about time but `forward` may be left empty, see there.
 struct StageCosts {
   /// Every action of compute takes 1, also each half of a split backward, and transfers take
@@ -39,8 +39,8 @@ struct StageCosts {
   std::vector<double> kept;
   /// The part of it that a split backward keeps between its halves, by stage; empty: all of it.
   std::vector<double> kept_for_weights;
-  /// What the first half adds before it lets go of the rest, by stage: the gradients that the
-  /// second half starts from, which are in `kept_for_weights`, too; empty: none.
+  /// The memory that the first half of each stage adds before it lets go of the rest: the gradients
+  /// that the second half starts from, which are in `kept_for_weights`, too; empty: none.
   std::vector<double> gradients_for_weights;
 
   /// Whether the halves of a backward have costs.

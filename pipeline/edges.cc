@@ -13,7 +13,7 @@ using graph::ValueKind;
 
 namespace {
 
-/// By stage; for one without operators, as many as there are.
+/// The first operator of each stage; for one without operators, as many as there are.
 std::vector<int> first_operators(const partitioner::Plan& plan) {
   const auto count = static_cast<int>(plan.stage_of_operator.size());
   std::vector<int> first(plan.stages(), count);

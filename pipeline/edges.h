@@ -9,14 +9,14 @@
 
 namespace smp::pipeline {
 
-/// What goes over one edge between two stages, besides its direction.
+/// The values that go over one edge between two stages, besides its direction.
 struct Edge {
   int from = 0;
   int to = 0;
   std::vector<graph::ValueId> values;     ///< sent forward
   std::vector<graph::ValueId> requiring;  ///< those of `values` that require a gradient by then
   std::vector<graph::ValueId> unlinked;   ///< those of them from which no gradient goes back
-  std::vector<graph::ValueId> gradients;  ///< of these of `values` the gradient comes back
+  std::vector<graph::ValueId> gradients;  ///< values whose gradient comes back
   std::vector<graph::ValueId> replicas;   ///< parameters whose gradient comes back only
 };
 

@@ -23,7 +23,7 @@ std::vector<graph::TensorMeta> metas(const graph::Graph& graph,
   return result;
 }
 
-/// What travels over an edge in a direction.
+/// The values that travel over an edge in a direction.
 std::vector<graph::ValueId> values_of(const Edge& edge, bool is_backward) {
   if (!is_backward) return edge.values;
   std::vector<graph::ValueId> returning = edge.gradients;
@@ -132,7 +132,7 @@ void Executor::Channel::begin_step() const {
   }
 }
 
-/// Looks up what the actions need.
+/// Looks up the needs of the actions.
 void Executor::resolve() {
   for (const Action& action : schedule_.actions(rank())) {
     program_.push_back(resolve(action));
@@ -148,7 +148,7 @@ void Executor::find_prefetches() {
   }
   for (size_t i = 0; i < computations.size(); ++i) {
     const Instruction& ahead = *computations[i];
-    // What the second half of a backward needs is there since the first.
+    // Inputs of the second half of a backward are there since the first.
     if (!ahead.action.is_backward() || ahead.action.kind == Action::Kind::kBackwardWeight) continue;
     const size_t before = i - std::min(i, static_cast<size_t>(loading_horizon_));
     computations[before]->prefetches.emplace_back(ahead.stage, ahead.action.microbatch);
@@ -174,7 +174,7 @@ Message& Executor::message_of(Stage& stage, int microbatch, int edge, bool is_ba
   return is_backward ? stage.gradients(microbatch, edge) : stage.values(microbatch, edge);
 }
 
-/// Between stages of this rank there is no transfer: what one makes has arrived at the other.
+/// Between stages of this rank there is no transfer: one's result has arrived at the other.
 std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
   const bool is_backward = action.is_backward();
   std::vector<HandOver> result;

@@ -26,7 +26,7 @@ class TimelineRecorder;
 int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
 
 /// Runs this rank's part of a schedule: its actions, one after the other. The schedule is a fixed
-/// program; nothing is negotiated, and what an action needs is looked up before the first step.
+/// program; nothing is negotiated, and the needs of an action are looked up before the first step.
 /// Each edge has a lane of the pool for each direction, with room for the messages that the
 /// schedule lets its receiver hold and for as many ahead as it takes that no send waits for ever.
 ///
@@ -36,7 +36,7 @@ class Executor {
   /// Takes lanes of `channels`: collective over its group, whose ranks are those of the schedule.
   /// Executors with the same pool run one after the other, on all ranks in one order. The lanes
   /// take `ahead` messages beyond those held, or more where sends would wait in a circle. Throws a
-  /// `CommError` when there is not the memory for them, and what `verify` throws if the schedule
+  /// `CommError` when there is not the memory for them, and the error of `verify` if the schedule
   /// cannot run to its end on them.
   Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
            std::shared_ptr<comm::ChannelPool> channels, int ahead);
@@ -48,16 +48,16 @@ class Executor {
   const std::vector<Edge>& edges() const { return edges_; }
   const Schedule& schedule() const { return schedule_; }
 
-  /// What this rank does in a step: its stages, then its actions, a line for each.
+  /// Describes this rank's step: its stages, then its actions, a line for each.
   std::string describe() const;
 
   /// Every stage of this rank, before the first run.
   void add_stage(std::unique_ptr<Stage> stage);
   Stage& stage(int index) { return *stages_.at(index); }
-  /// Of each action of this rank the bytes of its message, 0 where it has none.
+  /// The bytes of each action's message, 0 where it has none.
   std::vector<int64_t> message_bytes() const;
   /// Before each computation tells the stage whose backward is `horizon` computations of this rank
-  /// ahead to bring back what it has put into a store (`Stage::prefetch`). Before the first run.
+  /// ahead to bring back its tensors from a store (`Stage::prefetch`). Before the first run.
   void set_loading_horizon(int horizon) { loading_horizon_ = horizon; }
   bool has_stage(int index) const { return stages_.count(index) > 0; }
 
@@ -65,7 +65,7 @@ class Executor {
   /// before the first run.
   void use_graphs(bool required);
 
-  /// What a step gives the executor.
+  /// The input of a step for the executor.
   struct Step {
     /// Inputs by graph input, per microbatch.
     std::vector<std::vector<at::Tensor>> inputs;
@@ -90,13 +90,13 @@ class Executor {
     std::function<void(const Action&)> on_action;
     /// Takes returned tensors.
     OutputConsumer output;
-    /// Takes what backwards start from; null: nobody looks.
+    /// Takes the roots of backwards; null: unused.
     RootConsumer root;
-    /// What is to record a microbatch on a stage, or null, if set; see `Stage::record`.
+    /// The record of a microbatch on a stage, or null, if set; see `Stage::record`.
     std::function<StageRecord*(int stage, int microbatch)> record;
   };
 
-  /// Runs all actions. Throws what communication and operators throw; the executor is not usable
+  /// Runs all actions. Throws the errors of communication and operators; the executor is not usable
   /// after that.
   void run(const Step& step);
 
@@ -110,7 +110,7 @@ class Executor {
     void begin_step() const;
   };
 
-  /// What a computation leaves for another stage of this rank.
+  /// A computation's result for another stage of this rank.
   struct HandOver {
     Message* from;
     Message* to;
@@ -123,13 +123,13 @@ class Executor {
     comm::Sender* sender;
   };
 
-  /// An action with what it needs.
+  /// An action with its needs.
   struct Instruction {
     Action action;
-    core::Label label;  // as others see it
+    core::Label label;  // label for others to see
     Stage* stage = nullptr;
-    Channel* channel = nullptr;  // of a transfer
-    Message* message = nullptr;  // of a transfer
+    Channel* channel = nullptr;  // channel of a transfer
+    Message* message = nullptr;  // message of a transfer
     bool waits = false;          // it may, for other ranks
     std::vector<HandOver> hand_overs;
     std::vector<std::pair<Stage*, int>> prefetches;  // microbatches
@@ -157,7 +157,7 @@ class Executor {
   const at::Device device_;  // on which the graph computes
   std::map<int, std::unique_ptr<Stage>> stages_;
   std::unique_ptr<StepGraphs> graphs_;                // null: operator by operator
-  std::map<std::pair<int, bool>, Channel> channels_;  // by edge and direction
+  std::map<std::pair<int, bool>, Channel> channels_;  // channels by edge and direction
   std::vector<Instruction> program_;
   std::optional<Outgoing> outgoing_;
   int loading_horizon_ = 0;  // 0: nothing is in a store

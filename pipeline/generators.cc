@@ -54,7 +54,7 @@ bool is_v_shaped(const ScheduleOptions& options) {
          std::equal(placed.begin(), placed.begin() + options.ranks(), placed.rbegin());
 }
 
-/// What the placement must be, if it is not.
+/// The placement that is required, if it is another one.
 std::string expected_placement(Placement placement, const ScheduleOptions& options) {
   switch (placement) {
     case Placement::kAny:
@@ -172,7 +172,7 @@ Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& ba
 
 namespace {
 
-/// What a generator makes, as far as it is needed.
+/// The generator's schedule, as far as it is needed.
 template <Schedule (*kGenerator)(const ScheduleOptions&)>
 Schedule needed(const ScheduleOptions& options) {
   return without_backwards(kGenerator(options), options.backward_of_stage());

@@ -11,7 +11,7 @@
 
 namespace smp::pipeline {
 
-/// What a schedule is made for.
+/// The input of the generators of schedules.
 struct ScheduleOptions {
   /// A pipeline of `stages` stages, each on the rank of its number, connected as a chain.
   ScheduleOptions(int stages, int microbatches);
@@ -34,36 +34,36 @@ struct ScheduleOptions {
   /// Which stages have backwards and a reduce; all, unless their parameters and inputs need no
   /// gradient. `ScheduleKind::generate` and `make_schedule` leave out those of the others.
   TORCH_ARG(std::vector<bool>, backward_of_stage);
-  /// How many microbatches a rank may have in flight, that is begun and not yet finished with
-  /// their backward. Only `interleaved` obeys it: the others keep what they keep by definition.
+  /// How many microbatches a rank may have in flight, that is begun and not yet finished with their
+  /// backward. Only `interleaved` obeys it: the others keep a number by definition.
   TORCH_ARG(int, active_microbatches);
-  /// What `list` and `rank_schedules` decide by. By default F = I = W = 1, and all else nothing.
+  /// The costs by which `list` and `rank_schedules` decide. By default F = I = W = 1, and all else
+  /// nothing.
   TORCH_ARG(StageCosts, costs);
   /// The most that a rank may keep, by rank, in the unit of `costs.kept`; empty: no limit. Only
   /// `list` and `rank_schedules` obey it.
   TORCH_ARG(std::vector<double>, memory_limit);
 };
 
-/// The generators. Each gives the order of computes for every rank; `lower` adds the rest. On
-/// every stage forwards, input gradients and weight gradients go in ascending microbatch order, so
-/// that gradients are always added in the same order. All are right for any `edges`, since they go
+/// The generators. Each gives the order of computes for every rank; `lower` adds the rest. On every
+/// stage forwards, input gradients and weight gradients go in ascending microbatch order, so that
+/// gradients are always added in the same order. All are right for any `edges`, since they go
 /// through the stages as if these were a chain; `required_credit` says how many messages a channel
-/// must hold where values skip stages. All throw `smp::ConfigError` when an option is out of
-/// range, with its name, or when the stages are not placed as the schedule needs them, with what to
-/// use instead. p is the number of ranks, r a rank counted along the pipeline, m the number of
-/// microbatches, F, B = I + W the times of a rank's forward and backward.
+/// must hold where values skip stages. All throw `smp::ConfigError` when an option is out of range,
+/// with its name, or when the stages are not placed as the schedule needs them, with the remedy. p
+/// is the number of ranks, r a rank counted along the pipeline, m the number of microbatches, F, B
+/// = I + W the times of a rank's forward and backward.
 
 // --- any placement --------------------------------------------------------------------------
 
 /// No rank begins a backward before it has finished all its forwards (GPipe).
 Schedule simple(const ScheduleOptions& options);
 
-/// A backward that is ready goes before a forward, and a rank begins another microbatch only
-/// while fewer than `active_microbatches` are in flight on it.
+/// A backward that is ready goes before a forward, and a rank begins another microbatch only while
+/// fewer than `active_microbatches` are in flight on it.
 ///
-/// This and `simple` place actions into slots of equal length: in each slot a rank does at most
-/// one forward or backward, chosen from what was ready when the slot began, the lowest microbatch
-/// first.
+/// This and `simple` place actions into slots of equal length: in each slot a rank does at most one
+/// forward or backward, chosen from those ready when the slot began, the lowest microbatch first.
 Schedule interleaved(const ScheduleOptions& options);
 
 /// Forwards only, for evaluation.
@@ -122,9 +122,9 @@ enum class Placement { kAny, kOnePerRank, kLooped, kVShaped };
 /// allows it, or by the number of ranks (docs/schedules.md).
 enum class InFlight { kAll, kActive, kRanks, kTwiceRanks };
 
-/// A generator and what to know of it.
+/// A generator and its properties.
 struct ScheduleKind {
-  std::string name;  ///< as in the configuration
+  std::string name;  ///< name in the configuration
   Schedule (*generate)(const ScheduleOptions&);
   Placement placement;
   InFlight in_flight;
@@ -136,8 +136,8 @@ struct ScheduleKind {
   /// does not need another placement gets the stages looped.
   ScheduleOptions place(int ranks, int per_rank, int microbatches) const;
 
-  /// Why the stages of `options` are not placed as this schedule needs them and what to use
-  /// instead, as a sentence; empty if they are.
+  /// Why the stages of `options` are not placed as this schedule needs them and the remedy, as a
+  /// sentence; empty if they are.
   std::string misplacement(const ScheduleOptions& options) const;
 };
 
@@ -147,7 +147,7 @@ const std::vector<ScheduleKind>& schedule_kinds();
 /// The one of this name. Throws `smp::ConfigError` that lists the names.
 const ScheduleKind& schedule_kind(const std::string& name);
 
-/// What the generator of this name makes.
+/// The schedule of the generator of this name.
 Schedule make_schedule(const std::string& name, const ScheduleOptions& options);
 
 /// The same without the backwards and the reduces of stages that need none.
@@ -155,10 +155,10 @@ Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& ba
 
 // --- transfers ------------------------------------------------------------------------------
 
-/// Adds to a schedule of compute actions: before each forward and backward the receives it
-/// needs, after it the sends of what it made, nearest stage first, and after the last weight
-/// gradients of a stage its reduce. Stages of one rank hand values over without a transfer. Adds
-/// nothing that depends on time, so it also lowers compute orders written by hand.
+/// Adds to a schedule of compute actions: before each forward and backward the receives it needs,
+/// after it the sends of its results, nearest stage first, and after the last weight gradients of a
+/// stage its reduce. Stages of one rank hand values over without a transfer. Adds nothing that
+/// depends on time, so it also lowers compute orders written by hand.
 ///
 /// With a `credit` the result has no deadlock if channels hold that many messages: a receive comes
 /// earlier where it must, and the rank may wait for it there. Then throws as `verify` does when the

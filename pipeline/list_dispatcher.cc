@@ -215,7 +215,8 @@ class Dispatcher {
   }
 
   /// The banker's algorithm: after this forward there must be room to run all forwards of the
-  /// oldest unfinished microbatch, with what it then sets free all of the next, and so on.
+  /// oldest unfinished microbatch, with the memory that it then sets free all of the next, and so
+  /// on.
   bool has_memory(int rank, int stage) const {
     double room =
         memory_limit_of(options_, rank) - memory_[static_cast<size_t>(rank)] - kept(stage);
@@ -245,7 +246,7 @@ class Dispatcher {
     return true;
   }
 
-  /// What the first `microbatches` of a stage still keep.
+  /// The memory that the first `microbatches` of a stage still keep.
   double held(int stage, int microbatches) const {
     const auto& at = done(stage);
     const double for_weights = flow_.costs().kept_for_weights[static_cast<size_t>(stage)];
@@ -257,14 +258,14 @@ class Dispatcher {
   const ScheduleOptions& options_;
   const bool split_;
   const DispatchRule rule_;
-  std::vector<Done> done_;             // by stage
-  std::vector<double> forward_ends_;   // by stage and microbatch
+  std::vector<Done> done_;             // progress of each stage
+  std::vector<double> forward_ends_;   // ends by stage and microbatch
   std::vector<double> gradient_ends_;  // likewise, of the inputs
-  std::vector<double> clocks_;         // by rank
-  std::vector<double> memory_;         // by rank
-  std::vector<int> in_flight_limit_;   // by rank
-  std::vector<Candidate> next_;        // by rank
-  std::vector<Candidate> candidates_;  // of the rank that chooses
+  std::vector<double> clocks_;         // time of each rank
+  std::vector<double> memory_;         // memory of each rank
+  std::vector<int> in_flight_limit_;   // limit of each rank
+  std::vector<Candidate> next_;        // next candidate of each rank
+  std::vector<Candidate> candidates_;  // candidates of the rank that chooses
   ActionOrder order_;
 };
 

@@ -9,13 +9,13 @@ namespace smp::pipeline {
 /// Times differ by rounding only if they differ by less than this part of them.
 constexpr double kRounding = 1e-9;
 
-/// What a rank may keep, and what rounding adds to it; infinity: all.
+/// The memory that a rank may keep, with a margin for rounding; infinity: all.
 double memory_limit_of(const ScheduleOptions& options, int rank);
 
 /// How to choose among actions that a rank could do.
 struct DispatchRule {
   bool backward_first;
-  /// How many microbatches a rank may have in flight beyond what keeps it busy.
+  /// How many microbatches a rank may have in flight beyond those that keep it busy.
   int extra_in_flight;
   /// How long to wait for a better action, as part of the time until the first could be done: with
   /// 0 a rank never waits when it could work, with 1 the order is active (Giffler and Thompson).

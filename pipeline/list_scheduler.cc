@@ -90,7 +90,7 @@ bool may_exchange(const StageFlow& flow, const Action& earlier, const Action& la
            std::find(targets.begin(), targets.end(), later.stage) != targets.end());
 }
 
-/// What no order can go below: the slowest rank works all the time, from when the first values
+/// A lower bound of all orders: the slowest rank works all the time, from when the first values
 /// reach it until its last gradients have gone on to the first stage.
 double least_makespan(const StageFlow& flow, bool split) {
   std::vector<double> starts(static_cast<size_t>(flow.stages()), 0);
@@ -101,7 +101,7 @@ double least_makespan(const StageFlow& flow, bool split) {
           starts[static_cast<size_t>(source.stage)] + flow.duration(forward_of(source.stage, 0));
       starts[static_cast<size_t>(s)] = std::max(starts[static_cast<size_t>(s)], end + source.delay);
     }
-    // Weight gradients delay nobody, so with these a rank may end on its own.
+    // Weight gradients delay no other rank, so with these a rank may end on its own.
     for (const auto& source : flow.sources(backward_of(s, 0))) {
       if (split) continue;
       auto& tail = tails[static_cast<size_t>(source.stage)];
@@ -130,7 +130,7 @@ double least_makespan(const StageFlow& flow, bool split) {
   return least;
 }
 
-/// An order and what it takes.
+/// An order and its makespan.
 struct TimedOrder {
   ActionOrder order;
   double makespan = kInfinity;
@@ -186,8 +186,8 @@ class Search {
   }
 
   /// Makes whole backwards of halves that follow each other where that costs nothing: one action
-  /// less, and what both halves would compute only once. For all stages at once if that goes, else
-  /// for one half of them and the other.
+  /// less, and common work of both halves only once. For all stages at once if that goes, else for
+  /// one half of them and the other.
   void merge_halves(int first_stage, int last_stage) {
     auto order = best_.order;
     bool changed = false;
@@ -208,7 +208,7 @@ class Search {
  private:
   static constexpr size_t kTabuTenure = 12;
 
-  /// What was before, and after it.
+  /// The actions before an exchange and after it.
   using Exchange = std::pair<Action, Action>;
 
   struct Move {

@@ -43,7 +43,7 @@ class Samples {
     return result;
   }
 
-  std::map<size_t, std::map<int, std::vector<double>>> samples_;  // by replica
+  std::map<size_t, std::map<int, std::vector<double>>> samples_;  // samples by replica
 };
 
 class CostMeter {
@@ -100,7 +100,7 @@ class CostMeter {
   std::map<Kind, Samples> computes_;
   Samples sends_;
   // There and back:
-  Samples receives_[2];  // of messages that were sent before; the shortest did not wait at all
+  Samples receives_[2];  // messages sent before; the shortest did not wait at all
   Samples waits_[2];     // for the others, from the end of their send on
 };
 

@@ -22,7 +22,7 @@ constexpr int64_t kAlignment = 64;
 /// Words of a tensor's header before its strides: its content and its shift.
 constexpr int64_t kFirstStride = 2;
 
-/// The first word of a tensor's header: what follows.
+/// The first word of a tensor's header: the kind of the rest.
 enum Content : int64_t {
   kUndefined,
   kElements,
@@ -63,7 +63,7 @@ std::vector<int64_t> dense_strides(const at::Tensor& tensor) {
   return at::empty_like(shape, at::MemoryFormat::Preserve).strides().vec();
 }
 
-/// The elements as they lie, with these strides, which leave no gaps: what a device copies to the
+/// The elements as they lie, with these strides, which leave no gaps: a device copies them to the
 /// host without help. A copy that gathers or negates is in part the host's work, which it does at
 /// once, before the device has come to its part.
 at::Tensor as_copied(const at::Tensor& tensor, at::IntArrayRef strides) {

@@ -33,7 +33,8 @@ class StageFlow {
   }
   const StageCosts& costs() const { return costs_; }
 
-  /// What a compute waits for: other stages' forwards or input gradients of its microbatch.
+  /// The sources that a compute waits for: other stages' forwards or input gradients of its
+  /// microbatch.
   const std::vector<Source>& sources(const Action& compute) const;
   /// Which stages wait for it, for the same computes.
   const std::vector<int>& targets(const Action& compute) const;
@@ -54,9 +55,9 @@ class StageFlow {
  private:
   /// One direction of the pass.
   struct Direction {
-    std::vector<std::vector<Source>> sources;  // by stage
-    std::vector<std::vector<int>> targets;     // by stage
-    std::vector<double> sending;               // by stage
+    std::vector<std::vector<Source>> sources;  // sources by stage
+    std::vector<std::vector<int>> targets;     // targets by stage
+    std::vector<double> sending;               // time of sending by stage
   };
 
   void add(Direction& direction, int from, int to, double send, double latency);
@@ -69,7 +70,8 @@ class StageFlow {
   Direction backward_;
 };
 
-/// Runs orders of computes in virtual time, as `simulate` runs what `lower` makes of them.
+/// Runs orders of computes in virtual time, as `simulate` runs the schedules that `lower` makes of
+/// them.
 class OrderTimer {
  public:
   explicit OrderTimer(const StageFlow& flow);
@@ -83,17 +85,17 @@ class OrderTimer {
     size_t position;
   };
 
-  /// Of the order timed last, which must have a finite makespan: neighbours on a critical path
-  /// where the second waited for nothing but the first. To make the step shorter, at least one
-  /// such pair must change its order.
+  /// Neighbours on a critical path of the order timed last, where the second waited only for the
+  /// first. That order must have a finite makespan. To make the step shorter, at least one such
+  /// pair must change its order.
   std::vector<Neighbours> critical_neighbours(const ActionOrder& order) const;
 
  private:
   struct Times {
     double start;
-    double end;  // of the compute, without sends
+    double end;  // end of the compute, without sends
   };
-  /// When what a compute made was ready, and where in the list of its rank it was.
+  /// When the result of a compute was ready, and where in the list of its rank it was.
   struct Made {
     double end;
     size_t position;
@@ -108,12 +110,12 @@ class OrderTimer {
   void wake(int rank);
 
   const StageFlow& flow_;
-  std::vector<Made> forwards_;   // by stage and microbatch; end < 0: not yet
+  std::vector<Made> forwards_;   // forwards by stage and microbatch; end < 0: not yet
   std::vector<Made> gradients_;  // likewise, of the inputs
   std::vector<std::vector<Times>> times_;
-  std::vector<double> clocks_;  // by rank
+  std::vector<double> clocks_;  // time of each rank
   std::vector<int> awake_;      // ranks that may be able to go on
-  std::vector<bool> is_awake_;  // by rank
+  std::vector<bool> is_awake_;  // state of each rank
 };
 
 }  // namespace smp::pipeline

@@ -99,12 +99,12 @@ class CostPredictor {
     }
   }
 
-  /// What the prediction counts where it is made, although it is kept by the stage only to which it
-  /// goes.
+  /// Removes values that the prediction counts where they are made, although only the stage that
+  /// they go to keeps them.
   void let_go_of_sent() {
     if (!graph_.trains()) return;  // nothing is kept
     std::set<int> counted;         // alias sets
-    std::map<int, int64_t> saved;  // of what a maker is taken to keep, what is left
+    std::map<int, int64_t> saved;  // bytes left of those that a maker is taken to keep
     for (const auto& hop : plan_.transfers) {
       const graph::Value& value = graph_.values[hop.value];
       const int maker = maker_of(graph_, aliases_.of(hop.value));
@@ -126,8 +126,8 @@ class CostPredictor {
     });
   }
 
-  /// Between the halves of its backward a microbatch keeps what the gradients of parameters are
-  /// made of: what the operators that read them were given, and the gradients of their results. A
+  /// Between the halves of its backward a microbatch keeps the sources of the parameters'
+  /// gradients: the inputs of the operators that read them, and the gradients of their results. A
   /// stage that sends no gradients does all in the second half.
   void keep_for_weights() {
     costs_.kept_for_weights.assign(plan_.stages(), 0);
@@ -158,7 +158,7 @@ class CostPredictor {
     }
   }
 
-  /// Of stages that have none, and keep nothing for one.
+  /// Clears the costs of stages without a backward, which keep nothing for one.
   void leave_out_backwards() {
     if (!graph_.trains()) return;
     for (int s = 0; s < plan_.stages(); ++s) {

@@ -11,13 +11,13 @@
 
 namespace smp::pipeline {
 
-/// What the stages of a plan are expected to cost, from the measured or estimated costs of their
+/// The expected costs of the stages of a plan, from the measured or estimated costs of their
 /// operators: us for one microbatch, and bytes kept. Each end of a transfer works as long as
 /// `partitioner::predict` says; the message is then there.
 ///
-/// Of a backward, half of what operators that read parameters take is for their gradients: a matrix
-/// product has one product for each. A stage that sends no gradient back has nothing to do in the
-/// first half.
+/// Half of the backward time of operators that read parameters is for the parameters' gradients: a
+/// matrix product has one product for each. A stage that sends no gradient back has nothing to do
+/// in the first half.
 StageCosts predicted_costs(const graph::Graph& graph, const partitioner::Plan& plan,
                            const std::vector<Edge>& edges,
                            const partitioner::Prediction& prediction,

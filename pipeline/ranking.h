@@ -52,7 +52,7 @@ ScheduleRanking rank_schedules(const ScheduleOptions& options,
                                ListSearch search = ListSearch::kAlways);
 
 /// A report: a line for each schedule with its makespan, the idle part of it and the most that a
-/// rank keeps; then the idle time of each rank under the choice, and what was refused.
+/// rank keeps; then the idle time of each rank under the choice, and the refused ones.
 std::string to_string(const ScheduleRanking& ranking);
 
 }  // namespace smp::pipeline

@@ -26,7 +26,7 @@ std::vector<StageEdge> chain_edges(int stages);
 /// twice.
 void check_edges(const std::vector<StageEdge>& edges, int stages);
 
-/// What each rank of a pipeline does in one step, in order. Pure data: equal on all ranks,
+/// The actions of each rank of a pipeline in one step, in order. Pure data: equal on all ranks,
 /// printable, parsable. Whether it makes sense is for `verify` to say.
 class Schedule {
  public:
@@ -55,7 +55,7 @@ class Schedule {
   }
   std::vector<Action>& actions(int rank) { return actions_.at(static_cast<size_t>(rank)); }
 
-  /// Of the text form: equal schedules have equal fingerprints on every machine.
+  /// The fingerprint of the text form: equal schedules have equal fingerprints on every machine.
   uint64_t fingerprint() const;
 
  private:

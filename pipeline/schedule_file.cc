@@ -44,7 +44,7 @@ std::string_view cut(std::string_view& rest, char separator) {
   return part;
 }
 
-/// Reads the rows and finds out what the file does not say.
+/// Reads the rows and finds out the facts that the file leaves out.
 class CsvReader {
  public:
   CsvReader(std::string_view text, const std::string& source) : source_(source) {

@@ -9,10 +9,10 @@ namespace smp::pipeline {
 
 /// The file forms of a schedule, docs/schedules.md. CSV is the compute-only form that
 /// torch.distributed.pipelining reads and writes: a row for each rank, a cell such as 0F3, 1B0, 1I0
-/// or 1W0 for each compute, blank cells ignored. It has no transfers (`lower` makes them), and what
-/// it does not say follows from it: a stage is on the rank in whose row it is, and there is a
-/// backward if any cell is one. JSON has all of a schedule, with or without transfers. Neither
-/// form says whether the schedule makes sense: that is for `verify`.
+/// or 1W0 for each compute, blank cells ignored. It has no transfers (`lower` makes them), and the
+/// rest follows from it: a stage is on the rank in whose row it is, and there is a backward if any
+/// cell is one. JSON has all of a schedule, with or without transfers. Neither form says whether
+/// the schedule makes sense: that is for `verify`.
 
 /// The computes of the schedule; transfers and reduces are left out.
 std::string schedule_to_csv(const Schedule& schedule);
@@ -35,7 +35,7 @@ bool is_compute_order(const Schedule& schedule);
 /// `smp::ConfigError` for another ending or a file that cannot be written.
 void save_schedule(const Schedule& schedule, const std::string& path);
 
-/// Reads such a file. Throws what the forms above throw.
+/// Reads such a file. Throws the errors of the forms above.
 Schedule load_schedule(const std::string& path);
 
 }  // namespace smp::pipeline

@@ -99,7 +99,7 @@ class Simulator {
     }
   }
 
-  /// Counts what stays on the rank after a compute, and what it takes at most until then.
+  /// Counts the memory that stays on the rank after a compute, and the most until then.
   void keep(size_t rank, const Action& action) {
     const auto stage = static_cast<size_t>(action.stage);
     const double for_weights = costs_.kept_for_weights[stage];
@@ -143,12 +143,12 @@ class Simulator {
 
   const Schedule& schedule_;
   const StageCosts& costs_;
-  std::vector<double> latency_;                // by pair of stages
+  std::vector<double> latency_;                // latency by pair of stages
   std::vector<double> send_;                   // likewise
-  std::vector<std::vector<double>> arrivals_;  // by pair of stages, then microbatch
-  std::vector<double> clocks_;                 // by rank
-  std::vector<double> memory_;                 // by rank
-  std::vector<int> in_flight_;                 // by stage
+  std::vector<std::vector<double>> arrivals_;  // arrivals by pair of stages, then microbatch
+  std::vector<double> clocks_;                 // time of each rank
+  std::vector<double> memory_;                 // memory of each rank
+  std::vector<int> in_flight_;                 // microbatches in flight by stage
   std::vector<int> before_input_gradients_;    // likewise
   Simulation result_;
 };

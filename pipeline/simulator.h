@@ -14,7 +14,7 @@ struct TimedAction {
   Action action;
   double start = 0;
   double end = 0;
-  /// What the rank keeps for backwards after it.
+  /// The memory that the rank keeps for backwards after it.
   double memory = 0;
 };
 
@@ -22,31 +22,31 @@ struct TimedAction {
 struct Simulation {
   /// From the start of the step to the end of its last action.
   double makespan = 0;
-  /// By rank: time in computes and sends.
+  /// Time of each rank in computes and sends.
   std::vector<double> busy;
-  /// By rank: makespan - busy.
+  /// Idle time of each rank: makespan - busy.
   std::vector<double> idle;
-  /// By rank: from its first action of compute to the end of its last.
+  /// Time of each rank from its first action of compute to the end of its last.
   std::vector<double> span;
-  /// By stage: the most microbatches whose forward was run and whose backward was not, up to the
-  /// end of its second half where it is split. Without backward nothing is kept, so it is 0.
+  /// The most microbatches of each stage whose forward was run and whose backward was not, up to
+  /// the end of its second half where it is split. Without backward nothing is kept, so it is 0.
   std::vector<int> peak_in_flight;
-  /// By stage: the same up to the gradients of the inputs only. What is kept between the halves
+  /// The same of each stage, up to the gradients of the inputs only. Memory kept between the halves
   /// of a backward is not in it.
   std::vector<int> peak_before_input_gradients;
-  /// By rank: the most it keeps at a time, of `costs.kept`.
+  /// The most memory that each rank keeps at a time, of `costs.kept`.
   std::vector<double> peak_memory;
-  /// By rank: all actions, in order.
+  /// All actions of each rank, in order.
   std::vector<std::vector<TimedAction>> timeline;
 
   /// Idle part of all the ranks' time, between 0 and 1.
   double bubble() const;
 };
 
-/// Runs the schedule in virtual time: computes and sends take what `costs` says, sends wait for
-/// nobody, a message arrives `latency` after its send, reduces take nothing. Throws `smp::Error`
-/// when `verify` does (with channels large enough for everything), and `smp::ConfigError` when
-/// `costs` do not fit or have no halves for a backward that is split.
+/// Runs the schedule in virtual time: computes and sends take the time in `costs`, sends do not
+/// wait, a message arrives `latency` after its send, reduces take nothing. Throws `smp::Error` when
+/// `verify` does (with channels large enough for everything), and `smp::ConfigError` when `costs`
+/// do not fit or have no halves for a backward that is split.
 Simulation simulate(const Schedule& schedule, const std::vector<StageEdge>& edges,
                     const StageCosts& costs);
 
@@ -55,8 +55,8 @@ Simulation simulate(const Schedule& schedule, const std::vector<StageEdge>& edge
 ///     rank 0 F0 F1 .  B0 B1
 ///     rank 1 .  F0 B0 F1 B1
 ///
-/// A cell shows what the rank computes in the middle of the slot, "." for nothing and "-" where
-/// the action of the cell before goes on. Stages are shown too ("2F0") when a rank has several.
+/// A cell shows the rank's action in the middle of the slot, "." for nothing and "-" where the
+/// action of the cell before goes on. Stages are shown too ("2F0") when a rank has several.
 std::string draw(const Simulation& simulation, double slot = 1.0);
 
 }  // namespace smp::pipeline

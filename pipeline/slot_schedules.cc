@@ -14,7 +14,7 @@ namespace {
 enum class Policy { kSimple, kInterleaved, kForwardOnly };
 
 /// Runs the pipeline slot by slot. Each stage counts the forwards and backwards it has done;
-/// because both go in microbatch order, the counts say everything about what is ready.
+/// because both go in microbatch order, the counts tell which actions are ready.
 class SlotMachine {
  public:
   SlotMachine(const ScheduleOptions& options, Policy policy)

@@ -367,7 +367,7 @@ void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
   record_buffers(state);
 }
 
-/// Of a tensor on memory that others write, or that will not stay.
+/// A copy of a tensor on memory that others write, or that will not stay.
 at::Tensor Stage::copy_of(const at::Tensor& tensor) const {
   if (residency_) residency_->before_read(tensor);
   const at::Tensor copy = tensor.clone();
@@ -474,7 +474,7 @@ void Stage::backward(int microbatch, const GradientConsumer& consume,
     const graph::ModeScope mode(graph_.roots.front().mode);
     graph::run_backward(state.starts, state.start_gradients);
   }
-  state.start_gradients.clear();  // whose memory may be a channel's
+  state.start_gradients.clear();  // their memory may be a channel's
   consume_gradients(microbatch, state, consume);
   keep_gradients(state);
   finish(state);
@@ -526,8 +526,8 @@ void Stage::take_gradients(int microbatch, InFlight& state, const GradientConsum
   }
 }
 
-/// What other stages sent for parameters that this one does not read, and what the first half of a
-/// divided backward computed.
+/// Passes on the gradients that other stages sent for parameters that this one does not read, and
+/// those of the first half of a divided backward.
 void Stage::consume_gradients(int microbatch, const InFlight& state,
                               const GradientConsumer& consume) const {
   for (const auto& [id, gradient] : state.foreign) {

@@ -28,7 +28,7 @@
 
 namespace smp::pipeline {
 
-/// What goes over one edge in one direction for one microbatch: tensors in the order of `Edge`.
+/// The tensors that go over one edge in one direction for one microbatch, in the order of `Edge`.
 using Message = std::vector<at::Tensor>;
 
 /// Takes the gradient of one microbatch for a parameter the stage owns, with its memory where
@@ -53,7 +53,7 @@ using RootConsumer = std::function<void(int microbatch, const at::Tensor& root)>
 /// One stage of a pipeline: its part of the graph, ready to run microbatch by microbatch.
 ///
 /// A stage holds, for every microbatch between forward and backward, the autograd history of its
-/// operators and the entry points of what it received. It belongs to one thread.
+/// operators and the entry points of the values received. It belongs to one thread.
 class Stage {
  public:
   /// For `microbatches` microbatches, 0 to microbatches - 1. `graph` and `edges` must outlive the
@@ -62,33 +62,34 @@ class Stage {
         int index, int microbatches, const graph::TensorTable& table);
 
   int index() const { return index_; }
-  /// What it reads, what enters and leaves it over edges, where gradients go: a line for each.
+  /// Describes its inputs, the values that enter and leave it over edges, and the targets of
+  /// gradients: a line for each.
   std::string describe() const;
   /// Whether its backward runs: see `backward_of_stage`.
   bool has_backward() const { return has_backward_; }
 
   /// Runs some of the operators again in the backward pass (see `graph::CheckpointedSegment`).
-  /// `region_of_operator`: per operator of the graph the number of its region, or -1. What they
-  /// keep goes to `store`, unless it is null. Before the first forward.
+  /// `region_of_operator`: per operator of the graph the number of its region, or -1. Their inputs
+  /// go to `store`, unless it is null. Before the first forward.
   void set_regions(const std::vector<int>& region_of_operator,
                    std::shared_ptr<graph::TensorStore> store);
 
-  /// Has the data of parameters only while somebody reads it. Before the first forward, and after
-  /// `set_regions`.
+  /// Makes the data of parameters available only while they are read. Before the first forward, and
+  /// after `set_regions`.
   void set_residency(std::shared_ptr<graph::ParameterResidency> residency);
 
-  /// Begins to bring back what the microbatch has in the store. Before its forward: nothing of it
-  /// goes there.
+  /// Begins to bring back the microbatch's tensors from the store. Before its forward: nothing of
+  /// it goes there.
   void prefetch(int microbatch);
 
-  /// The place of what goes forward over edge `edge` (an index into `edges`, at one end of which
-  /// is this stage) for a microbatch. If it comes here it must be there before `forward`, which
-  /// empties the place; if it goes out, `forward` puts it there and whoever sends it empties the
+  /// The place of the values that go forward over edge `edge` (an index into `edges`, at one end of
+  /// which is this stage) for a microbatch. If it comes here it must be there before `forward`,
+  /// which empties the place; if it goes out, `forward` puts it there and its sender empties the
   /// place. Places stay where they are.
   Message& values(int microbatch, int edge);
 
-  /// The same of what comes back: `Edge::gradients` and then `Edge::replicas`, with undefined
-  /// tensors where there is no gradient; for `backward` and `backward_inputs`.
+  /// The same for the way back: `Edge::gradients` and then `Edge::replicas`, with undefined tensors
+  /// where there is no gradient; for `backward` and `backward_inputs`.
   Message& gradients(int microbatch, int edge);
 
   /// Whether `forward` reads the step's input at this position.
@@ -110,21 +111,21 @@ class Stage {
   /// unless that is null (see `graph::WeightFusion`).
   void backward(int microbatch, const GradientConsumer& consume, const GradientBuffer& buffer);
 
-  /// The same in two parts (see `graph::SplitBackward`), with the same bits: first what other
-  /// stages wait for; later the gradients of owned parameters, after which the microbatch is
-  /// forgotten.
+  /// The same in two parts (see `graph::SplitBackward`), with the same bits: first the gradients
+  /// that other stages wait for; later the gradients of owned parameters, after which the
+  /// microbatch is forgotten.
   void backward_inputs(int microbatch, const GradientBuffer& buffer);
   void backward_weights(int microbatch, const GradientConsumer& consume);
 
   /// From the microbatch's next forward to the end of its backward, or of the forward if it has
-  /// none: writes down in `record` what is computed. Null: nothing.
+  /// none: writes the results into `record`. Null: nothing.
   void record(int microbatch, StageRecord* record) { in_flight_.at(microbatch).record = record; }
-  /// What `StageRecord::given` holds, in its order.
+  /// The values of `StageRecord::given`, in its order.
   std::vector<graph::ValueId> given() const;
   /// Why `run_again` cannot run this stage, as a sentence without a full stop; empty if it can.
   std::string why_not_again() const;
   /// Runs the microbatch of which this stage, on another rank perhaps, was `given` these tensors
-  /// again, forward and backward, as its microbatch 0, and records it. Writes nothing but what it
+  /// again, forward and backward, as its microbatch 0, and records it. Writes only tensors that it
   /// made itself; its own parameters are forgotten, so it is good for nothing else from then on.
   void run_again(const std::vector<at::Tensor>& given, const graph::RandomKey& key,
                  StageRecord& record);
@@ -143,8 +144,8 @@ class Stage {
   bool runs_again() const { return segment_->regions() > 0; }
   /// Ordinals of its random operators, ascending.
   std::vector<int> random_ordinals() const;
-  /// Forgets what it keeps of parameters from one microbatch for another: autograd's functions
-  /// compute on the stream on which they were made. Between steps.
+  /// Forgets the leaves that it keeps from one microbatch for another: autograd's functions compute
+  /// on the stream on which they were made. Between steps.
   void forget_leaves();
   /// Forgets all microbatches, after an error.
   void forget_microbatches();
@@ -155,12 +156,12 @@ class Stage {
  private:
   static constexpr int kNoSink = -1;
 
-  /// What a trained parameter is in a microbatch. Used again in others, since there are many.
+  /// The leaf of a trained parameter in a microbatch. Used again in others, since there are many.
   struct Leaf {
     at::Tensor tensor;
     graph::GradientSinkPtr sink;
   };
-  /// Who takes gradients as they are made: together, so that each sink holds a pointer only.
+  /// The receiver of gradients as they are made: together, so that each sink holds a pointer only.
   struct Taking {
     const Stage* stage = nullptr;
     const GradientConsumer* consume = nullptr;
@@ -168,24 +169,24 @@ class Stage {
   };
   /// A microbatch between its forward and its backward. Vectors keep their memory for the next.
   struct InFlight {
-    std::vector<graph::GradientSinkPtr> sinks;  // by number
-    std::vector<Leaf> leaves;                   // by parameter; undefined for others
-    // Where the backward starts: at the roots, then at what went out, edge by edge. The gradients
+    std::vector<graph::GradientSinkPtr> sinks;  // sinks by number
+    std::vector<Leaf> leaves;                   // leaves by parameter; undefined for others
+    // Where the backward starts: at the roots, then at the sent values, edge by edge. The gradients
     // of the roots are known after the forward, the others follow when the backward begins.
     std::vector<torch::autograd::Edge> starts;
     std::vector<at::Tensor> start_gradients;
-    // Between the parts of a backward: what is left of it.
+    // Between the parts of a backward: its rest.
     std::unique_ptr<graph::SplitBackward> split;
     std::unique_ptr<graph::WeightFusion> fusion;
     // Gradients of owned parameters that only later stages read.
     std::vector<std::pair<graph::ValueId, at::Tensor>> foreign;
-    graph::RegionInputs stored;      // what lies in the store
-    StageRecord* record = nullptr;   // null: nobody wants to know
+    graph::RegionInputs stored;      // inputs in the store
+    StageRecord* record = nullptr;   // null: not recorded
     Taking taking;                   // gradients, in the backward
     bool has_run = false;            // forward
     bool needed_soon = false;        // before the forward: nothing goes to the store
-    std::vector<Message> values;     // by place
-    std::vector<Message> gradients;  // by place
+    std::vector<Message> values;     // values by place
+    std::vector<Message> gradients;  // gradients by place
 
     void forget();
   };
@@ -197,7 +198,8 @@ class Stage {
     bool linked = true;
     bool written_view = false;
   };
-  /// An edge from an earlier stage: what comes, and the sinks of what goes back.
+  /// An edge from an earlier stage: the incoming values, and the sinks of the gradients that go
+  /// back.
   struct Incoming {
     size_t place;
     std::vector<Entry> values;
@@ -213,22 +215,22 @@ class Stage {
   struct Input {
     graph::ValueId value;
     size_t position;  // among the step's inputs
-    bool written;     // by an operator of this stage: the caller's tensor stays as it is
+    bool written;     // an operator of this stage writes it: the caller's tensor stays
   };
   struct Parameter {
     graph::ValueId value;
     at::Tensor tensor;
     bool owned;
     int sink;
-    /// A buffer that a backward may need as a microbatch found it, while later ones go on writing
-    /// it: each works on a copy and leaves what it made of it.
+    /// True for a buffer that later microbatches overwrite while a backward still needs its old
+    /// value. Each microbatch works on a copy and writes it back.
     bool copied;
-    std::vector<Leaf> spare = {};  // of microbatches that have ended
+    std::vector<Leaf> spare = {};  // leaves of microbatches that have ended
   };
   struct Content {
     graph::ValueId value;
     at::Tensor tensor;
-    bool written;  // by an operator of this stage: every microbatch gets a copy
+    bool written;  // whether an operator of this stage writes it: every microbatch gets a copy
   };
 
   /// Whether the host may do more for an operator than give the device work.
@@ -280,7 +282,7 @@ class Stage {
   std::vector<graph::BackwardRoot> roots_;  // those that start on this stage
   std::vector<int> returned_;               // positions of the graph's outputs complete here
   std::set<int> copied_;                    // those of them that others go on writing
-  std::vector<graph::ValueId> kept_;        // what is read when the operators have run
+  std::vector<graph::ValueId> kept_;        // values that are read when the operators have run
   std::unique_ptr<graph::CheckpointedSegment> segment_;
   std::shared_ptr<graph::TensorStore> store_;
   std::shared_ptr<graph::ParameterResidency> residency_;  // null: all data is always there
@@ -290,11 +292,11 @@ class Stage {
   std::vector<int> own_edges_;         // ascending; the place of an edge is its position here
   std::vector<Incoming> incoming_;
   std::vector<Outgoing> outgoing_;
-  std::vector<int> input_sinks_;         // of what came from earlier stages or belongs to them
+  std::vector<int> input_sinks_;         // sinks of earlier stages' values
   int sinks_ = 0;                        // how many gradients a backward brings
-  std::vector<graph::ValueId> entered_;  // what may be in the environment after a forward
-  graph::Environment environment_;       // of the forward that runs
-  std::vector<InFlight> in_flight_;      // by microbatch
+  std::vector<graph::ValueId> entered_;  // values that may be in the environment after a forward
+  graph::Environment environment_;       // environment of the forward that runs
+  std::vector<InFlight> in_flight_;      // state of each microbatch
 };
 
 }  // namespace smp::pipeline

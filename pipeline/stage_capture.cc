@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of a stage decides whether and how its computations are captured as graphs of a device.
+// Whether and how a stage's computations are captured as graphs of a device.
 
 #include <c10/util/StringUtil.h>
 

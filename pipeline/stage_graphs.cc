@@ -38,7 +38,7 @@ CapturedTensor::CapturedTensor(const at::Tensor& like) : content_(content_of(lik
 
 CapturedTensor CapturedTensor::at(const at::Tensor& tensor) {
   CapturedTensor result(tensor);
-  // What the host has is a constant of the graph's.
+  // The host's data is a constant of the graph's.
   if (result.layout_) result.tensor_ = tensor.is_cpu() ? tensor.detach() : borrowed(tensor);
   return result;
 }
@@ -129,7 +129,7 @@ void StageGraphs::capture(const Action& action, graph::GraphCapture& capture) {
   addresses_ = stage_.addresses();
 }
 
-/// Gives what enters memory. Before the graph has any, since it is written before the graph runs.
+/// Gives inputs memory. Before the graph has any, since it is written before the graph runs.
 StageGraphs::Inputs StageGraphs::enter(const Action& action, Computation& computation) {
   Inputs inputs(input_count_);
   for (size_t i = 0; i < computation.inputs.size(); ++i) {
@@ -145,7 +145,7 @@ StageGraphs::Inputs StageGraphs::enter(const Action& action, Computation& comput
   return inputs;
 }
 
-/// Has the stage compute, and notes where what it gives lies.
+/// Has the stage compute, and notes where its results lie.
 void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& computation,
                       std::vector<at::Tensor>& held) {
   const auto keep = [&held](const at::Tensor& tensor) {
@@ -199,7 +199,7 @@ bool StageGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
   return true;
 }
 
-/// Copies what enters, gives the device the graph, and puts what leaves into the messages.
+/// Copies the inputs, gives the device the graph, and puts the results into the messages.
 void StageGraphs::launch(const Action& action, const Inputs& inputs, const graph::RandomKey& key) {
   const Computation& computation = of(action);
   for (size_t i = 0; i < computation.inputs.size(); ++i) {

@@ -26,7 +26,7 @@ class CapturedTensor {
   /// the computation is not at it.
   static CapturedTensor at(const at::Tensor& tensor);
 
-  /// New memory for it. Whoever holds the result owns that.
+  /// New memory for it. The holder of the result owns it.
   at::Tensor allocate();
 
   /// Whether kernels could not tell the tensor from it.
@@ -42,33 +42,33 @@ class CapturedTensor {
   static Content content_of(const at::Tensor& tensor);
 
   Content content_;
-  std::optional<graph::Layout> layout_;  // of elements
+  std::optional<graph::Layout> layout_;  // layout of elements
   at::Tensor tensor_;
 };
 
-/// The computations of one stage as graphs of its device: each on each microbatch is one. What
-/// enters is copied to the graph's memory, and what leaves is copied from there, but for gradients
-/// of parameters, which whoever takes them has to copy.
+/// The computations of one stage as graphs of its device: each on each microbatch is one. Inputs
+/// are copied to the graph's memory and results from there, but for gradients of parameters, which
+/// their receiver has to copy.
 class StageGraphs {
  public:
   /// For the computations of a step's microbatches. The stage and the edges outlive it.
   StageGraphs(Stage& stage, const std::vector<Edge>& edges, int microbatches);
 
-  /// Before a computation of the stage's: notes how what enters it lies.
+  /// Before a computation of the stage's: notes the layouts of its inputs.
   void note(const Action& action, const std::vector<at::Tensor>& inputs);
 
   /// Captures a computation that was noted. Those of a step in the order of its actions.
   void capture(const Action& action, graph::GraphCapture& capture);
 
-  /// As `Stage::forward`. False, and nothing is done, where what enters does not lie as it did: the
-  /// microbatch is the stage's, then.
+  /// Does the same as `Stage::forward`. False, and nothing is done, where inputs lie otherwise than
+  /// before: the microbatch is the stage's, then.
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
                const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
-  /// As `Stage::backward` and its two parts. False if the microbatch is the stage's.
+  /// Does the same as `Stage::backward` and its two parts. False if the microbatch is the stage's.
   bool backward(const Action& action, const graph::RandomKey& key,
                 const GradientsConsumer& consume);
 
-  /// Forgets what was captured, and not what was noted.
+  /// Forgets captures, and not notes.
   void forget();
 
   /// Whether parameters and buffers lie where they lay when they were captured.
@@ -83,8 +83,8 @@ class StageGraphs {
     // Once it is captured.
     graph::CapturedWork work;
     std::vector<CapturedTensor> roots;
-    std::vector<std::pair<int, CapturedTensor>> outputs;               // by position
-    std::vector<std::pair<graph::ValueId, CapturedTensor>> gradients;  // by parameter
+    std::vector<std::pair<int, CapturedTensor>> outputs;               // outputs by position
+    std::vector<std::pair<graph::ValueId, CapturedTensor>> gradients;  // gradients by parameter
     std::vector<CapturedMessage> leaving;
   };
 
@@ -105,10 +105,10 @@ class StageGraphs {
 
   Stage& stage_;
   std::vector<size_t> inputs_;            // positions of the step's inputs that the stage reads
-  size_t input_count_ = 0;                // of the step
+  size_t input_count_ = 0;                // inputs of the step
   std::vector<int> incoming_, outgoing_;  // edges
-  std::map<std::pair<Action::Kind, int>, Computation> computations_;  // by microbatch
-  std::vector<bool> is_stages_;                                       // by microbatch
+  std::map<std::pair<Action::Kind, int>, Computation> computations_;  // computations by microbatch
+  std::vector<bool> is_stages_;                                       // microbatches of the stage
   std::vector<const void*> addresses_;
 };
 

@@ -12,7 +12,7 @@
 #include "graph/replay.h"
 #include "pipeline/stage.h"
 
-// The part of `Stage` that records and runs again what a stage has done.
+// The part of `Stage` that records and repeats the work of a stage.
 namespace smp::pipeline {
 
 using graph::ValueId;
@@ -25,7 +25,7 @@ uint64_t hash_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided ? graph::hash_content(tensor) : 0;
 }
 
-/// As it lies, on memory of its own. One that has no memory stays so.
+/// Copies a tensor with its strides to memory of its own. One that has no memory stays so.
 at::Tensor copied(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor._is_zerotensor()) return tensor;
   return graph::copy_to(tensor.device(), tensor.detach());
@@ -120,7 +120,7 @@ void Stage::record_buffers(const InFlight& state) const {
 
 void Stage::give_gradient(ValueId parameter, int microbatch, const InFlight& state,
                           at::Tensor gradient, const GradientConsumer& consume) const {
-  // What products have added to a sum themselves is missing in it.
+  // Sums to which products have added themselves are missing in it.
   if (state.record != nullptr && state.fusion == nullptr) {
     state.record->hashes.push_back({Kind::kParameterGradient, parameter, 0, hash_of(gradient)});
   }
@@ -168,7 +168,7 @@ void Stage::run_again(const std::vector<at::Tensor>& given, const graph::RandomK
   for (const Input& input : inputs_) inputs[input.position] = *next++;
   for (Content& content : contents_) {
     content.tensor = next++->detach();
-    // What a message does not carry.
+    // A message does not carry this property.
     const at::Tensor& recorded = graph_.values[content.value].content;
     if (recorded.unsafeGetTensorImpl()->is_wrapped_number()) {
       content.tensor.unsafeGetTensorImpl()->set_wrapped_number(true);

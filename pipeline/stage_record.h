@@ -14,7 +14,7 @@ struct TensorHash {
   enum class Kind : int32_t {
     kResult,             ///< the `number`-th result of operator `id`
     kBuffer,             ///< buffer `id`, which the stage writes, after the forward
-    kParameterGradient,  ///< of parameter `id`
+    kParameterGradient,  ///< gradient of parameter `id`
     kGradient,           ///< the one that goes back to the stage that value `id` came from
   };
   Kind kind = Kind::kResult;
@@ -28,7 +28,7 @@ struct TensorHash {
   }
 };
 
-/// What a stage has done for one microbatch. Results that are others' memory, or uninitialised, are
+/// The results of a stage for one microbatch. Those that are others' memory, or uninitialised, are
 /// left out (`graph::computes`), and parameter gradients where products add to the sums themselves
 /// (`GradientBuffer`).
 struct StageRecord {
@@ -37,8 +37,8 @@ struct StageRecord {
 
   /// Whether `given` is wanted.
   bool keeps_given = false;
-  /// What the stage was given to compute from, as it was then (`Stage::given`). What nobody writes
-  /// before the step ends is no copy.
+  /// The tensors that the stage was given to compute from, as they were then (`Stage::given`).
+  /// Those that no operator writes before the step ends are no copies.
   std::vector<at::Tensor> given;
   /// Called when all is there, if set, by the thread that runs the stage.
   std::function<void()> complete;

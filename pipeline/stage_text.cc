@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a stage consists of, as text.
+// The text form of a stage.
 
 #include <sstream>
 

@@ -53,7 +53,7 @@ void StepGraphs::add_stage(Stage& stage) {
   stages_.emplace(stage.index(), &stage);
 }
 
-/// What speaks against graphs once does so ever after.
+/// A reason against graphs holds ever after.
 void StepGraphs::give_up(const std::string& why_not) {
   wait_for_launches();
   graphs_.clear();
@@ -107,8 +107,8 @@ std::string StepGraphs::capture() {
       const bool lacks_memory = dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
       if (again || !lacks_memory) return error.what_without_backtrace();
     }
-    // libtorch keeps what the first step has freed. Not before: to give it back may wait for other
-    // devices of the process, and so for other ranks.
+    // libtorch keeps the memory that the first step has freed. Not before: to give it back may wait
+    // for other devices of the process, and so for other ranks.
     c10::getDeviceAllocator(device_.type())->emptyCache();
   }
   return "";

@@ -17,14 +17,14 @@
 
 namespace smp::pipeline {
 
-/// What this rank computes in a step, as graphs of its device. A step is run operator by operator
-/// and watched; before the next one its computations are captured, in the order of the schedule,
-/// in which they are launched from then on. Belongs to one thread.
+/// The computations of this rank in a step, as graphs of its device. A step is run operator by
+/// operator and watched; before the next one its computations are captured, in the order of the
+/// schedule, in which they are launched from then on. Belongs to one thread.
 class StepGraphs {
  public:
-  /// `required`: what cannot be captured is an error; else it runs operator by operator, and a line
-  /// of log says why. `actions`: what this rank does in a step, of so many microbatches. The edges
-  /// and the actions outlive it.
+  /// `required`: a computation that cannot be captured is an error; else it runs operator by
+  /// operator, and a line of log says why. `actions`: those of this rank in a step, of so many
+  /// microbatches. The edges and the actions outlive it.
   StepGraphs(at::Device device, const std::vector<Edge>& edges, const std::vector<Action>& actions,
              int microbatches, bool required);
   /// Waits for the graphs that were launched.
@@ -41,10 +41,10 @@ class StepGraphs {
   /// `required` and something cannot be captured.
   void begin_step(const std::string& why_not);
 
-  /// As `Stage::forward`. False, and nothing is done, where the stage has to run it.
+  /// Does the same as `Stage::forward`. False, and nothing is done, where the stage has to run it.
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
                const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
-  /// As `Stage::backward` and its two parts.
+  /// Does the same as `Stage::backward` and its two parts.
   bool backward(const Action& action, const graph::RandomKey& key,
                 const GradientsConsumer& consume);
 
@@ -65,7 +65,7 @@ class StepGraphs {
   const std::vector<Action>& actions_;
   const int microbatches_;
   const bool required_;
-  std::map<int, StageGraphs> graphs_;  // by stage, of those that can be captured
+  std::map<int, StageGraphs> graphs_;  // graphs of the stages that can be captured
   std::map<int, Stage*> stages_;       // the same
   Use use_ = Use::kNothing;            // in this step
   bool is_noted_ = false, is_captured_ = false;

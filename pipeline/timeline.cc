@@ -23,7 +23,7 @@ using Kind = Action::Kind;
 
 constexpr double kNsPerUs = 1000;
 
-/// Reads what `pack` wrote.
+/// Reads the output of `pack`.
 class Unpacker {
  public:
   explicit Unpacker(const std::vector<int64_t>& numbers) : numbers_(numbers) {}

@@ -13,10 +13,9 @@
 
 namespace smp::pipeline {
 
-/// What happened when in a step, as recorded by the ranks that ran it; docs/timeline.md. Recording
-/// and its message form come first, then the steps of all ranks put together, ready to be shown:
-/// as a trace (pipeline/trace.h), a picture and a page (pipeline/timeline_page.h), or the text
-/// below.
+/// Times of the events in a step, as recorded by the ranks that ran it; docs/timeline.md. Recording
+/// and its message form come first, then the steps of all ranks put together, ready to be shown: as
+/// a trace (pipeline/trace.h), a page (pipeline/timeline_page.h), or the text below.
 
 // --- recording ------------------------------------------------------------------------------
 
@@ -36,18 +35,18 @@ struct ReductionRecord {
   int64_t bytes = 0;
 };
 
-/// What one rank recorded. Its lists are as long as the rank's list of actions in the schedule.
+/// The records of one rank. Its lists are as long as the rank's list of actions in the schedule.
 struct RankTimeline {
   /// One step, an entry for each action.
   struct Step {
-    int64_t number = 0;  ///< as the user counts
+    int64_t number = 0;  ///< number of the step for users
     std::vector<ActionRecord> records;
     std::vector<ReductionRecord> reductions = {};  ///< in the order in which they ran
   };
 
   int replica = 0;
-  int rank = 0;                ///< of the pipeline
-  std::vector<int64_t> bytes;  ///< by action: those of its message, 0 where there is none
+  int rank = 0;                ///< rank of the pipeline
+  std::vector<int64_t> bytes;  ///< bytes of each action's message, 0 where there is none
   std::vector<Step> steps;
 
   /// Adds `ns` to every time, to move it to the clock of another rank (`clock_offset`).
@@ -69,9 +68,9 @@ class TimelineRecorder {
 
   /// Before the steps: the length of the message of transfer `action`.
   void set_bytes(size_t action, int64_t bytes) { timeline_.bytes.at(action) = bytes; }
-  /// Before the steps: what the rank keeps after each action, in bytes, where nothing measures it
-  /// in the step: `TimedAction::memory` of the schedule's simulation. Throws `smp::Error` for
-  /// another number of actions.
+  /// Before the steps: the memory that the rank keeps after each action, in bytes, where nothing
+  /// measures it in the step: `TimedAction::memory` of the schedule's simulation. Throws
+  /// `smp::Error` for another number of actions.
   void set_kept(const std::vector<TimedAction>& simulated);
 
   /// Whether another step fits.
@@ -85,7 +84,7 @@ class TimelineRecorder {
     record.start = start;
     record.end = end;
   }
-  /// Measured after an action of this step, instead of what `set_kept` said.
+  /// Measured after an action of this step, instead of the value of `set_kept`.
   void record_kept(size_t action, int64_t bytes) { current_[action].kept = bytes; }
   /// After this step: its reductions.
   void record_reductions(std::vector<ReductionRecord> reductions) {
@@ -97,20 +96,20 @@ class TimelineRecorder {
 
  private:
   RankTimeline timeline_;
-  ActionRecord* current_ = nullptr;  // of the step begun last
+  ActionRecord* current_ = nullptr;  // record of the step begun last
   size_t begun_ = 0;
 };
 
-/// As whole numbers, for a message from rank to rank.
+/// Packs into whole numbers, for a message from rank to rank.
 std::vector<int64_t> pack(const RankTimeline& timeline);
 
-/// The inverse. Throws `smp::Error` where the numbers are not what `pack` made.
+/// The inverse. Throws `smp::Error` where the numbers are not from `pack`.
 RankTimeline unpack_timeline(const std::vector<int64_t>& numbers);
 
 // --- clocks ---------------------------------------------------------------------------------
 
 /// A question to another rank and its answer, in ns: when this rank sent and received, on its
-/// clock, and in between what the other's clock showed.
+/// clock, and in between the time on the other's clock.
 struct ClockSample {
   int64_t sent = 0;
   int64_t remote = 0;
@@ -141,14 +140,14 @@ struct TimedReduction {
   int64_t bytes = 0;
 };
 
-/// What a rank did in a step, from the start of the step.
+/// The actions of a rank in a step, from the start of the step.
 struct Lane {
   int replica = 0;
   int rank = 0;
   std::vector<TimedAction> actions;
-  /// By action, the length of its message; empty where it is not known.
+  /// The length of each action's message; empty where it is not known.
   std::vector<int64_t> bytes;
-  /// What was reduced meanwhile; none are predicted.
+  /// The reductions meanwhile; none are predicted.
   std::vector<TimedReduction> reductions = {};
 
   /// Computes, sends and reduces: everything but waiting. Idle is the rest of the step.
@@ -170,25 +169,25 @@ struct StepTimeline {
   double idle() const;
 };
 
-/// What times are in.
+/// The unit of times.
 enum class TimeUnit {
   kMicroseconds,
   kSlots,  ///< that of one forward
 };
 
-/// What a page shows: some steps as they ran, and how they were meant to run.
+/// The content of a page: some steps as they ran, and how they were meant to run.
 struct Timeline {
   std::string title;
   TimeUnit unit = TimeUnit::kMicroseconds;
   std::vector<StepTimeline> measured;
-  /// Of one replica.
+  /// The prediction of one replica.
   std::optional<StepTimeline> predicted;
 };
 
 /// A simulation as a step.
 StepTimeline predicted_timeline(const Simulation& simulation);
 
-/// Puts together what the ranks of all replicas recorded, in any order, on a common clock;
+/// Puts together the records of the ranks of all replicas, in any order, on a common clock;
 /// `predicted` (optional) in us. Throws `smp::Error` when a recording does not fit the schedule,
 /// ranks recorded different steps, or a rank is missing or there twice.
 Timeline make_timeline(std::string title, const Schedule& schedule,
@@ -213,7 +212,7 @@ std::string format_duration(double time, TimeUnit unit);
 /// "12.3 MiB", or with slots a number of microbatches.
 std::string format_memory(double kept, TimeUnit unit);
 
-/// One line: makespan and idle time of a step, and if there are both what was predicted.
+/// One line: makespan and idle time of a step, and if there are both the prediction.
 std::string headline(const StepTimeline& step, const Timeline& timeline);
 
 /// A table: headings, then a row for each lane of `step` with its idle time as measured and as
@@ -223,7 +222,7 @@ std::vector<std::vector<std::string>> table_of(const StepTimeline& step, const T
 /// Every step's headline and table; the prediction's alone if nothing was measured.
 std::string to_string(const Timeline& timeline);
 
-/// What every way of showing a timeline shows: the steps measured, else the predicted one.
+/// The steps that every way of showing a timeline shows: those measured, else the predicted one.
 std::vector<StepTimeline> shown_steps(const Timeline& timeline);
 
 /// "bucket 2 of 5 summed over the replicas", for the `index`-th of `count`, from 0.

@@ -19,7 +19,7 @@ constexpr double kNanosecond = 1e-3;
 /// The thread of a rank's reductions is its rank and this.
 constexpr int kReductions = 1 << 20;
 
-/// What the viewer colours by and can select.
+/// The category by which the viewer colours and selects.
 const char* category(const Action& action) {
   if (action.is_send()) return "send";
   if (action.is_recv()) return "wait";
@@ -142,7 +142,7 @@ class Trace {
     };
     add(end("s", from, send.start));
     json last = end("f", to, std::max(receive.start, receive.end - kNanosecond));
-    last["bp"] = "e";  // to the receive, not to what comes after
+    last["bp"] = "e";  // binds to the receive, not to the event after it
     add(last);
   }
 

@@ -166,7 +166,8 @@ class Verifier {
   bool happens(const Action& action) const { return position_of(action) != kNone; }
   bool splits(int stage, int m) const { return happens(backward_input_of(stage, m)); }
 
-  /// What makes the gradients that the stage sends back, and what completes its parameters'.
+  /// The action that makes the gradients that the stage sends back, and the one that completes its
+  /// parameters'.
   Action input_gradients_of(int stage, int m) const {
     return splits(stage, m) ? backward_input_of(stage, m) : backward_of(stage, m);
   }
@@ -290,7 +291,7 @@ class Verifier {
     }
   }
 
-  /// Of a whole backward or the first half of one.
+  /// Checks the gradients of a whole backward or the first half of one.
   template <class Require>
   void require_gradients(const Action& backward, const Require& require) const {
     const int stage = backward.stage;
@@ -362,7 +363,7 @@ class Verifier {
   std::vector<int> edge_of_;  // from * stages + to -> index in edges_
   std::vector<std::vector<StageEdge>> in_edges_;
   std::vector<std::vector<StageEdge>> out_edges_;
-  std::vector<int> positions_;  // of every possible action in the list of its rank
+  std::vector<int> positions_;  // positions of every possible action in the list of its rank
 };
 
 }  // namespace

@@ -25,12 +25,12 @@ struct VerifyOptions {
 ///   either whole (B) or split into two halves (I, and later W);
 /// - on each stage forwards, input gradients (B or I) and weight gradients (B or W) go in
 ///   ascending microbatch order, and so do the sends and the receives of each channel;
-/// - a forward comes before its backward, a receive before its use, a send after what made it,
+/// - a forward comes before its backward, a receive before its use, a send after its maker,
 ///   a reduce after the stage's last weight gradients;
 /// - no rank has more than `active_microbatches` in flight, from the first forward of a
 ///   microbatch on the rank to its last B or W there, since activations are kept until then;
 /// - there is no deadlock: with channels of `credit` messages all ranks reach their end. The
-///   error then says for each rank in the circle what it waits for.
+///   error then names the awaited action of each rank in the circle.
 void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
             const VerifyOptions& options = {});
 

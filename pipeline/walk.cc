@@ -17,7 +17,7 @@ namespace {
 struct Channel {
   int sent() const { return static_cast<int>(sent_at.size()); }
 
-  std::vector<int> sent_at;  // by microbatch
+  std::vector<int> sent_at;  // time of sending by microbatch
   int received = 0;
 };
 
@@ -52,8 +52,8 @@ class Walker {
   }
 
   /// Breaks a deadlock: of the messages that wait in full channels of the circle, one that its
-  /// receiver waits for least is received now, before what that rank is blocked at. False if nobody
-  /// in the circle sends.
+  /// receiver waits for least is received now, before the action at which that rank is blocked.
+  /// False if no rank in the circle sends.
   bool receive_early(const Visit& visit) {
     std::optional<Action> best;
     for (const int rank : circle_from(stuck_rank())) {
@@ -180,8 +180,8 @@ class Walker {
     }
   }
 
-  /// What the blocked transfer of `rank` waits for: the send of its receive, or the receive of
-  /// the oldest message in its full channel.
+  /// The action for which the blocked transfer of `rank` waits: the send of its receive, or the
+  /// receive of the oldest message in its full channel.
   Action awaited_by(int rank) const {
     auto action = current(rank);
     if (action.is_send()) {
@@ -190,7 +190,7 @@ class Walker {
     return counterpart(action);
   }
 
-  /// Everybody waits for somebody, so following that leads into a circle. Begins at its lowest
+  /// Every rank waits for another, so following that leads into a circle. Begins at its lowest
   /// rank.
   std::vector<int> circle_from(int rank) const {
     std::vector<int> path;
@@ -207,12 +207,12 @@ class Walker {
 
   const Schedule& schedule_;
   int credit_;
-  std::vector<size_t> positions_;  // of each rank's next action
+  std::vector<size_t> positions_;  // position of each rank's next action
   std::vector<int> clocks_;        // if F = I = W = 1, for `receive_early`
   std::vector<int> channel_of_;    // channel key -> index in channels_
   std::vector<Channel> channels_;
   std::vector<int> awake_;      // ranks that may be able to go on
-  std::vector<bool> is_awake_;  // by rank
+  std::vector<bool> is_awake_;  // whether each rank is awake
 };
 
 bool deadlocks(const Schedule& schedule, int credit) {

@@ -10,7 +10,7 @@
 
 #include "smp/c10d.h"
 
-// As torch's own bindings hold these classes.
+// The holder that torch's own bindings use for these classes.
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
 namespace py = pybind11;

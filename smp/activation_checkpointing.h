@@ -37,13 +37,13 @@ SMP_API void checkpoint_module(const torch::nn::Module& module, const Checkpoint
 }  // namespace detail
 
 /// Runs `module` (a holder, a module or a pointer to one) again in the backward pass instead of
-/// keeping until then what its operators save: only what it reads is kept. Losses, gradients and
-/// weights are the same, bit for bit, with dropout too. Part of a model, to be called before the
-/// first step, before or after the model is wrapped.
+/// keeping until then the tensors that its operators save: only its inputs are kept. Losses,
+/// gradients and weights are the same, bit for bit, with dropout too. Part of a model, to be called
+/// before the first step, before or after the model is wrapped.
 ///
-/// A module that is divided among several stages runs again on each of them, with its part. Of
-/// modules inside each other the outermost counts. Which operators belong to a module, what this
-/// costs and saves: docs/activation_memory.md.
+/// A module that is divided among several stages runs again on each of them, with its part. The
+/// outermost of modules inside each other counts. Which operators belong to a module, its costs and
+/// savings: docs/activation_memory.md.
 ///
 /// As documented for SMP's `smp.set_activation_checkpointing`; without `pack_args_as_tuple`, since
 /// the modules are not called anew: their operators are. Throws `UsageError` after the first step,

@@ -27,9 +27,9 @@ namespace smp::amp {
 /// Options of a `GradScaler`: the arguments of torch.amp.GradScaler, with its defaults.
 struct GradScalerOptions {
   TORCH_ARG(double, init_scale) = 65536;
-  /// By what the scale is multiplied after `growth_interval` steps in a row without inf or NaN.
+  /// Factor of the scale after `growth_interval` steps in a row without inf or NaN.
   TORCH_ARG(double, growth_factor) = 2;
-  /// By what it is multiplied after a step with one.
+  /// Factor of the scale after a step with inf or NaN.
   TORCH_ARG(double, backoff_factor) = 0.5;
   TORCH_ARG(int64_t, growth_interval) = 2000;
   /// False: `step` steps, and nothing else happens.
@@ -74,17 +74,16 @@ class SMP_API GradScaler {
   at::Tensor scale(const at::Tensor& output) const;
   std::vector<at::Tensor> scale(const std::vector<at::Tensor>& outputs) const;
 
-  /// Divides the gradients of an optimizer's parameters by the scale, for whoever clips or reads
+  /// Divides the gradients of an optimizer's parameters by the scale, for code that clips or reads
   /// them before `step`. With inf or NaN somewhere they stay as they are, since `step` will skip.
-  /// `Optimizer` is a `DistributedOptimizer`, what `smp::distributed` gives, or one of libtorch's.
+  /// `Optimizer` is a `DistributedOptimizer`, a result of `smp::distributed`, or one of libtorch's.
   template <class Optimizer>
   void unscale_(Optimizer& optimizer) {
     unscale(handle_of(optimizer));
   }
 
   /// Calls `unscale_`, if that was not done, and the optimizer's `step()` unless a gradient of it
-  /// is not finite on some rank. Returns what that returned, or nothing for a step that was
-  /// skipped.
+  /// is not finite on some rank. Returns its result, or nothing for a step that was skipped.
   template <class Optimizer>
   std::optional<at::Tensor> step(Optimizer& optimizer) {
     if (!begin_step(handle_of(optimizer))) return std::nullopt;

@@ -9,12 +9,12 @@
 namespace smp::amp {
 
 /// torch.autocast for C++: while it lives, operators on tensors of `device` that this thread calls
-/// compute in `dtype` where libtorch holds that to be safe. Inside a step function or around what
-/// is to be compared with one; scopes nest.
+/// compute in `dtype` where libtorch holds that to be safe. Used inside a step function or around
+/// code to be compared with one; scopes nest.
 class [[nodiscard]] SMP_API Autocast {
  public:
   explicit Autocast(at::ScalarType dtype, at::DeviceType device = at::kCPU, bool enabled = true);
-  /// Restores what was before. The outermost scope also forgets the parameters that were cast in
+  /// Restores the earlier mode. The outermost scope also forgets the parameters that were cast in
   /// it.
   ~Autocast();
   Autocast(const Autocast&) = delete;

@@ -15,12 +15,12 @@ class Store;
 }  // namespace c10d
 
 /// The backend "smddp" for libtorch's own distributed code, such as `c10d::Reducer`: collectives on
-/// the CPU with sums in rank order. docs/smddp.md says what it has. Neither `smp::init` nor
+/// the CPU with sums in rank order. docs/smddp.md describes it. Neither `smp::init` nor
 /// `init_process_group` is needed. To use the results, include
 /// <torch/csrc/distributed/c10d/ProcessGroup.hpp> or Backend.hpp.
 namespace smp::smddp {
 
-/// A backend of the `size` processes that make it with the same store, this one as `rank`; what
+/// A backend of the `size` processes that make it with the same store, this one as `rank`; as
 /// `torch.distributed` asks of the creator of a backend. `timeout` is that of meeting and of every
 /// later wait; errors call the group `group`. Collective. Throws `TimeoutError` when a process does
 /// not come, and `CommError`.
@@ -31,7 +31,7 @@ SMP_API c10::intrusive_ptr<c10d::Backend> make_backend(
 
 /// For an interpreter that has given us tensors or callbacks, before its objects end: returns when
 /// no thread of this library runs a callback or frees a tensor, which none does from then on.
-/// Communication goes on; what is not waited for is not delivered any more. Call it without the
+/// Communication goes on; results without a wait are not delivered any more. Call it without the
 /// interpreter's lock.
 SMP_API void before_interpreter_ends();
 

@@ -10,10 +10,10 @@
 
 namespace smp {
 
-/// What a checkpoint says about the run it was taken from.
+/// The state of the run that a checkpoint was taken from.
 struct LoadedRun {
   int64_t step = 0;                          ///< training steps done
-  std::string user_content;                  ///< what the program gave to `save`: text of JSON
+  std::string user_content;                  ///< text of JSON that the program gave to `save`
   std::map<std::string, std::string> extra;  ///< texts by name, see `register_checkpoint_state`
   /// False: there was none, and nothing was loaded; see `LoadOptions::begin_anew`.
   bool found = true;
@@ -21,9 +21,9 @@ struct LoadedRun {
 
 /// Options of `save_checkpoint`; but for the last, SMP's arguments and defaults.
 struct SaveCheckpointOptions {
-  /// True: all ranks write what they own, and the optimizer: fast, and what a run continues from.
-  /// False: world rank 0 writes the model as one file, "model.safetensors", which other programs
-  /// read, and nothing else.
+  /// True: all ranks write their own tensors, and the optimizer: fast, and a run can continue from
+  /// it. False: world rank 0 writes the model as one file, "model.safetensors", which other
+  /// programs read, and nothing else.
   TORCH_ARG(bool, partial) = true;
   /// Text of JSON, which `load` gives back.
   TORCH_ARG(std::string, user_content) = "{}";

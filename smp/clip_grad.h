@@ -27,11 +27,11 @@ class ModelCore;
 /// `DistributedModel`, and where ranks call it with other arguments.
 SMP_API at::Tensor grad_norm(const std::vector<at::Tensor>& parameters, double norm_type = 2);
 
-/// Multiplies the gradients of parameters, on whatever ranks they are, by
-/// max_norm / (norm + 1e-6) if that is less than one, and returns the norm there was: `grad_norm`,
-/// which says more. With `error_if_nonfinite` a norm that is infinite or no number is a
-/// `UsageError` on all ranks, and nothing is changed; otherwise gradients are scaled by what
-/// follows from it, as torch::nn::utils::clip_grad_norm_ does.
+/// Multiplies the gradients of parameters, on whatever ranks they are, by max_norm / (norm + 1e-6)
+/// if that is less than one, and returns the norm there was: `grad_norm`, which says more. With
+/// `error_if_nonfinite` a norm that is infinite or no number is a `UsageError` on all ranks, and
+/// nothing is changed; otherwise gradients are scaled by the resulting factor, as
+/// torch::nn::utils::clip_grad_norm_ does.
 SMP_API double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                                double norm_type = 2, bool error_if_nonfinite = false);
 

@@ -14,29 +14,29 @@
 
 namespace smp {
 
-/// A bucket whose gradients are complete on this rank: what a communication hook is given.
+/// A bucket whose gradients are complete on this rank: the argument of a communication hook.
 struct GradBucket {
   size_t index;  ///< Buckets come in ascending order, the same on all ranks.
-  size_t count;  ///< Of all buckets.
+  size_t count;  ///< The number of buckets.
   /// The gradients one after the other, flat, with zeros in the gaps between them.
   at::Tensor buffer;
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> gradients;  ///< Slices of `buffer`, as the parameters lie in memory.
-  std::vector<std::string> names;     ///< Of the parameters.
+  std::vector<std::string> names;     ///< Names of the bucket's parameters.
   Group group;                        ///< Between the replicas.
-  double divisor;  ///< What makes the sum a mean: the number of replicas, see `JoinOptions`.
+  double divisor;  ///< Divides the sum to a mean: the number of replicas, see `JoinOptions`.
 
   bool is_last() const { return index + 1 == count; }
 };
 
-/// Starts to replace `buffer` by what is to become the gradient, commonly the mean over the ranks;
-/// when the work has been waited for, it is there. Called on all ranks for the same buckets in the
-/// same order, then all works are waited for in that order, so that both may call collectives of
-/// `group`.
+/// Starts to replace `buffer` by the value that is to become the gradient, commonly the mean over
+/// the ranks; when the work has been waited for, it is there. Called on all ranks for the same
+/// buckets in the same order, then all works are waited for in that order, so that both may call
+/// collectives of `group`.
 using CommHook = std::function<WorkPtr(const GradBucket& bucket)>;
 
-/// What happens without a hook: sums in rank order, divides once; half precision is rounded at the
-/// end.
+/// The hook that is used if none is given: sums in rank order, divides once; half precision is
+/// rounded at the end.
 SMP_API WorkPtr all_reduce_hook(const GradBucket& bucket);
 
 /// Casts the gradients to float16, divides, sums in rank order (in float32, rounded once) and casts
@@ -55,7 +55,7 @@ struct PowerSGDOptions {
   TORCH_ARG(int64_t, start_iter) = 1000;
   /// A gradient is compressed where that makes it smaller by more than this factor.
   TORCH_ARG(double, min_compression_rate) = 2;
-  /// Add what compression lost to the gradient of the next iteration.
+  /// Add the losses of compression to the gradient of the next iteration.
   TORCH_ARG(bool, use_error_feedback) = true;
   /// Begin each approximation with the one before.
   TORCH_ARG(bool, warm_start) = true;

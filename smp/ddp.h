@@ -41,15 +41,15 @@ class [[nodiscard]] SMP_API NoSync {
 
 namespace detail {
 
-/// What `DistributedDataParallel` does whatever the type of its module.
+/// The part of `DistributedDataParallel` that does not depend on the type of its module.
 class SMP_API DataParallel {
  public:
-  /// While what this returns lives, passes only add gradients up on this rank; those of the first
-  /// pass after it reduce the whole sum. Forward passes count: those made inside are not reduced.
+  /// While the result lives, passes only add gradients up on this rank; those of the first pass
+  /// after it reduce the whole sum. Forward passes count: those made inside are not reduced.
   [[nodiscard]] NoSync no_sync();
 
-  /// While what this returns lives, ranks may run out of data: at the end of the block they go on
-  /// with gradients of zero until all have, then all take the model of those that were last. Each
+  /// While the result lives, ranks may run out of data: at the end of the block they go on with
+  /// gradients of zero until all have, then all take the model of those that were last. Each
   /// forward pass with gradients is followed by one backward pass. Collective. Throws `UsageError`
   /// inside of another.
   [[nodiscard]] Join join(const JoinOptions& options = {});
@@ -64,7 +64,7 @@ class SMP_API DataParallel {
  protected:
   DataParallel(std::shared_ptr<torch::nn::Module> module, const DDPOptions& options);
 
-  /// Before forward. Returns whether `end_forward` is to be called after it, with what it returned.
+  /// Runs before forward. Returns whether `end_forward` is to be called after it.
   bool begin_forward();
   void end_forward(const std::vector<at::Tensor>& outputs);
 
@@ -76,7 +76,7 @@ class SMP_API DataParallel {
 
 /// A module of which each rank trains a replica on data of its own, in any libtorch loop: gradients
 /// are averaged over the ranks while `backward()` computes them, so that replicas stay equal. `M`
-/// is the module's holder (what TORCH_MODULE makes) or a shared_ptr to it. Copies refer to the same
+/// is the module's holder (of TORCH_MODULE) or a shared_ptr to it. Copies refer to the same
 /// replica. The C++ counterpart of torch.nn.parallel.DistributedDataParallel; see
 /// docs/data_parallel.md.
 ///
@@ -123,7 +123,7 @@ class DistributedDataParallel : public detail::DataParallel {
   /// The module: `model->parameters()`, `model->train()` ...
   auto operator->() { return &*module_; }
   auto operator->() const { return &*module_; }
-  /// What was wrapped, for `torch::save` and `torch::load`.
+  /// The wrapped module, for `torch::save` and `torch::load`.
   M& module() { return module_; }
 
  private:

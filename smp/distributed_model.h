@@ -76,15 +76,14 @@ class CallableCore : public ModelCore {
 }  // namespace detail
 
 /// An ordinary libtorch module, trained over all ranks of a pipeline. `M` is the module's holder
-/// (what TORCH_MODULE makes) or a shared_ptr to it. Copies refer to the same model.
+/// (of TORCH_MODULE) or a shared_ptr to it. Copies refer to the same model.
 ///
 /// Call it like the module, inside step functions. `->` gives `backward`, `parameters`,
 /// `state_dict` and the rest of `ModelCore`.
 ///
-/// Wrap each module once and do not wrap it in anything else. Nothing changes until the first
-/// step, which captures the step function, partitions the graph and divides the parameters; but
-/// with the configuration's `fp16` or `bf16`, floating point parameters and buffers get that type
-/// at once.
+/// Wrap each module once and do not wrap it in anything else. Nothing changes until the first step,
+/// which captures the step function, partitions the graph and divides the parameters; but with the
+/// configuration's `fp16` or `bf16`, floating point parameters and buffers get that type at once.
 template <class M>
 class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
  public:
@@ -94,11 +93,11 @@ class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
       : core_(std::move(module), options) {}
 
   /// Calls the module's `forward`; with `fp16` or `bf16` on arguments cast to that type, and casts
-  /// its results to float32. Outside a step function it gives what the module gives: where this
-  /// rank has the whole model, also after `model->cpu()`, and, after the first step, where its
-  /// layers are those of `smp::nn`: the ranks of a tensor-parallel group call them together, with
-  /// the same arguments, and draw the same random numbers, of streams of the call's own. Throws
-  /// `UsageError` elsewhere.
+  /// its results to float32. Outside a step function it gives the module's results: where this rank
+  /// has the whole model, also after `model->cpu()`, and, after the first step, where its layers
+  /// are those of `smp::nn`: the ranks of a tensor-parallel group call them together, with the same
+  /// arguments, and draw the same random numbers, of streams of the call's own. Throws `UsageError`
+  /// elsewhere.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) const {
     return core_.forward(std::forward<Arguments>(arguments)...);
@@ -110,7 +109,7 @@ class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
   }
 
   const detail::CallableCore<M>* operator->() const { return &core_; }
-  /// What functions such as `smp::save` take.
+  /// Converts to the argument of functions such as `smp::save`.
   operator const ModelCore&() const { return core_; }  // NOLINT(google-explicit-constructor)
 
   /// The wrapped module's holder. Its parameters that other ranks own hold no data, but for tied

@@ -15,8 +15,8 @@ namespace smp {
 /// A libtorch optimizer for a model whose parameters are divided among ranks: it steps those of
 /// this rank. Parameters may come from `model->parameters()`, before or after the first step, or
 /// from the plain module before it was wrapped. Learning-rate schedulers work on it, since it *is*
-/// a `Base`; what else it has is `OptimizerCore`'s. It stays where it was made: what runs it refers
-/// to it.
+/// a `Base`; its other methods are `OptimizerCore`'s. It stays where it was made: the library
+/// refers to it.
 ///
 /// Example:
 /// \code
@@ -34,7 +34,7 @@ class DistributedOptimizer : public Base, public OptimizerCore {
       : Base(std::move(parameters), std::forward<Arguments>(arguments)...),
         OptimizerCore(static_cast<Base&>(*this), optim::detail::elementwise<Base>()) {}
 
-  /// With param groups, each with options of its own or the optimizer's.
+  /// Takes param groups, each with options of its own or the optimizer's.
   template <class... Arguments>
   explicit DistributedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                 Arguments&&... arguments)
@@ -54,7 +54,7 @@ class DistributedOptimizer : public Base, public OptimizerCore {
                                closure);
   }
 
-  /// As `OptimizerCore::zero_grad`.
+  /// Does the same as `OptimizerCore::zero_grad`.
   using OptimizerCore::zero_grad;
 };
 
@@ -67,7 +67,7 @@ class DistributedOptimizerRef : public OptimizerCore {
       : OptimizerCore(optimizer, optim::detail::elementwise_of(optimizer)),
         optimizer_(&optimizer) {}
 
-  /// As `DistributedOptimizer::step`.
+  /// Does the same as `DistributedOptimizer::step`.
   at::Tensor step(LossClosure closure = nullptr) const {
     return OptimizerCore::step([this](auto inner) { return optimizer_->step(std::move(inner)); },
                                closure);

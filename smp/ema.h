@@ -27,9 +27,9 @@ struct EmaOptions {
 };
 
 /// An exponential moving average of a `DistributedModel`'s parameters: the weights that many models
-/// are evaluated with. Each rank averages what it updates, so that the average is divided as the
-/// optimizer's state is, by `shard_optimizer_state` too; for parameters in half precision it is in
-/// float32. The first update copies the parameters; each further one is
+/// are evaluated with. Each rank averages the values that it updates, so that the average is
+/// divided as the optimizer's state is, by `shard_optimizer_state` too; for parameters in half
+/// precision it is in float32. The first update copies the parameters; each further one is
 /// `average.lerp_(parameter, 1 - decay)`, as torch.optim.swa_utils.AveragedModel does it by
 /// `get_ema_multi_avg_fn`, so the bits are those of that loop in one process. Buffers are the
 /// model's.
@@ -73,8 +73,8 @@ class SMP_API Ema {
   /// the model has an average of.
   explicit Ema(const ModelCore& model, const EmaOptions& options = {});
   /// The same of the master weights where `optimizer` has them, with `fp16` or `bf16`, so that
-  /// updates smaller than a half-precision number's last digit count. What `optimizer` wraps must
-  /// outlive this.
+  /// updates smaller than a half-precision number's last digit count. The optimizer that
+  /// `optimizer` wraps must outlive this.
   Ema(const ModelCore& model, const OptimizerCore& optimizer, const EmaOptions& options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
@@ -87,15 +87,15 @@ class SMP_API Ema {
   int64_t updates() const;
 
   /// Gives the parameters the values of the average, rounded where they are of half precision,
-  /// until what it returns ends: for step functions that evaluate, for `model->state_dict()`, and
-  /// for saves without the optimizer (`save_checkpoint` with `partial(false)`, `save_pretrained`),
+  /// until the result ends: for step functions that evaluate, for `model->state_dict()`, and for
+  /// saves without the optimizer (`save_checkpoint` with `partial(false)`, `save_pretrained`),
   /// which then have the averaged weights as the model's. Train nothing meanwhile. It takes the
   /// memory of this rank's parameters once more. Before the first update the values stay as they
   /// are.
   ///
   /// All ranks call it; collective over the replicas with `shard_optimizer_state`. Throws as
-  /// `update`. Meanwhile what would change or replace parameters, or save them as those that are
-  /// trained, throws `UsageError`: `optimizer.step`, `reload_model_params` and `load_state_dict`,
+  /// `update`. Meanwhile calls that would change or replace parameters, or save them as the trained
+  /// ones, throw `UsageError`: `optimizer.step`, `reload_model_params` and `load_state_dict`,
   /// `model->load_state_dict` and `cpu`, `load`, `load_pretrained`, and saves with an optimizer.
   [[nodiscard]] Averaged averaged() const;
 

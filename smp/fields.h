@@ -7,8 +7,8 @@
 #include <utility>
 
 /// Lists the fields of a struct inside of it, so that the library finds the tensors in them: a step
-/// function cuts those of its arguments, and returns a `std::tuple` of what the fields of its
-/// result become.
+/// function cuts those of its arguments, and returns a `std::tuple` of the values that the fields
+/// of its result become.
 ///
 /// Example:
 /// \code

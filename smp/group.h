@@ -42,10 +42,10 @@ SMP_API int mp_size();
 SMP_API int dp_rank();
 SMP_API int dp_size();
 
-/// The collectives of a group, started: each returns at once what waits for it, and until then the
-/// tensors must not be touched. Tensors are dense and contiguous. Reductions go in the order of the
-/// ranks. Autograd does not see them, so a tensor that requires a gradient is a `UsageError`,
-/// unless no gradients are recorded (`torch::NoGradGuard`).
+/// The collectives of a group, started: each returns its work at once, and until that has been
+/// waited for the tensors must not be touched. Tensors are dense and contiguous. Reductions go in
+/// the order of the ranks. Autograd does not see them, so a tensor that requires a gradient is a
+/// `UsageError`, unless no gradients are recorded (`torch::NoGradGuard`).
 class SMP_API AsyncCollectives {
  public:
   /// For the library itself.
@@ -70,7 +70,7 @@ class SMP_API AsyncCollectives {
                                    const std::vector<int64_t>& output_splits,
                                    const at::Tensor& input,
                                    const std::vector<int64_t>& input_splits) const;
-  /// As `all_gather`, but only rank `root` needs an `output`.
+  /// Gathers as `all_gather` does, but only rank `root` needs an `output`.
   [[nodiscard]] WorkPtr gather(const at::Tensor& output, const at::Tensor& input, int root) const;
   /// Gives rank r the r-th part of rank `root`'s `input`; the others need none.
   [[nodiscard]] WorkPtr scatter(const at::Tensor& output, const at::Tensor& input, int root) const;
@@ -90,11 +90,11 @@ class SMP_API AsyncCollectives {
 /// and for groups of the program inside a step function; `CommError` when a rank has failed, and
 /// `TimeoutError` when one does not come.
 ///
-/// Those that return tensors leave what they are given as it is, and autograd differentiates them:
-/// a tensor's gradient is that of the sum of what all ranks differentiate, its terms added in the
-/// order of the ranks. For that the backward pass communicates: all ranks of the group give tensors
-/// that require a gradient, or none does, and all differentiate what follows from the results, in
-/// the same order. docs/collectives.md has more.
+/// Those that return tensors leave their arguments as they are, and autograd differentiates them: a
+/// tensor's gradient is that of the sum of all ranks' losses, its terms added in the order of the
+/// ranks. For that the backward pass communicates: all ranks of the group give tensors that require
+/// a gradient, or none does, and all differentiate functions of the results, in the same order.
+/// docs/collectives.md has more.
 class SMP_API Group {
  public:
   /// This rank's group of a kind, so that a kind may be given wherever a group is asked for. Looked

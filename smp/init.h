@@ -16,8 +16,8 @@ namespace smp {
 /// is a world of one. Throws `ConfigError`, and `UsageError` at a second call.
 SMP_API void init(const Config& config = Config());
 
-/// Ends what `init` began; collective. Without it, that happens at the end of the program. A
-/// program that ends with a non-zero status without it ends the other ranks too. Throws
+/// Ends the work that `init` began; collective. Without it, that happens at the end of the program.
+/// A program that ends with a non-zero status without it ends the other ranks too. Throws
 /// `TimeoutError` when others have not come to their end within twice `timeout_seconds`, and
 /// `CommError` when one makes another call.
 SMP_API void shutdown();
@@ -35,7 +35,7 @@ SMP_API bool is_tracing();
 SMP_API void run_as_threads(int ranks, const Config& config, const std::function<void()>& program);
 
 /// Has this rank compute on GPU `index`, and makes it the current one of this thread: usually
-/// `smp::set_device(smp::local_rank())` after `init`. The first step moves what the rank owns of
+/// `smp::set_device(smp::local_rank())` after `init`. The first step moves the rank's tensors of
 /// the models there, and each step the inputs that it reads; both may be made on the CPU. Ranks may
 /// share a GPU. On a machine without GPUs there is nothing to choose and this returns; before
 /// `init` it only makes the GPU the current one. Throws `UsageError` for another GPU after the

@@ -18,8 +18,8 @@ class [[nodiscard]] SMP_API Join {
  public:
   /// For the library itself.
   Join(std::shared_ptr<dp::Joinable> replica, const JoinOptions& options);
-  /// Takes part in what the others communicate until their data have ended, too; throws what goes
-  /// wrong then. Does nothing where an exception is on its way.
+  /// Takes part in the others' communication until their data have ended, too; throws its errors.
+  /// Does nothing where an exception is on its way.
   ~Join() noexcept(false);
   Join(const Join&) = delete;
   Join& operator=(const Join&) = delete;

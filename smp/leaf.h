@@ -23,11 +23,11 @@ class Module;
 
 namespace smp {
 
-/// What a leaf may write in place, under no_grad, beside tensors of its own.
+/// The writes in place that a leaf may do under no_grad, beside those to tensors of its own.
 enum class LeafWrites {
   kBuffers,            ///< buffers of modules that are training
-  kParameters,         ///< those, and its parameters, by what all replicas have
-  kParametersByBatch,  ///< those, by what it is given: refused where there are several replicas
+  kParameters,         ///< those, and its parameters, from values that all replicas have
+  kParametersByBatch,  ///< those, from its arguments: refused where there are several replicas
 };
 
 namespace detail {
@@ -52,8 +52,8 @@ constexpr bool holds_only_tensors() {
   }
 }
 
-/// What a value is, besides the content of its tensors: numbers that may change without a change
-/// of shapes, and a text of all the rest.
+/// A value without the content of its tensors: numbers that may change without a change of shapes,
+/// and a text of all the rest.
 class Description {
  public:
   template <class T>
@@ -109,7 +109,7 @@ class Description {
   std::ostringstream numbers_, rest_;
 };
 
-/// What the module of a leaf returned: its tensors in order, and the rest without them.
+/// The result of a leaf's module: its tensors in order, and the rest without them.
 struct LeafResult {
   std::vector<at::Tensor> tensors;
   std::any rest;
@@ -122,17 +122,18 @@ using RunLeaf = std::function<LeafResult(const std::vector<at::Tensor>& tensors)
 /// True where a call of a leaf is recorded instead of made at once.
 SMP_API bool records_leaves();
 
-/// Records a call of `module` as one operator with these tensors as inputs. What `arguments`
-/// describes belongs to the call; `run` outlives the step, so it holds none of the tensors. Returns
-/// the tensors of this call, and the rest of the result as it was when the call was recorded.
+/// Records a call of `module` as one operator with these tensors as inputs. The values that
+/// `arguments` describes belong to the call; `run` outlives the step, so it holds none of the
+/// tensors. Returns the tensors of this call, and the rest of the result as it was when the call
+/// was recorded.
 SMP_API LeafResult call_leaf(torch::nn::Module& module, LeafWrites writes,
                              const Description& arguments, const std::vector<at::Tensor>& inputs,
                              RunLeaf run);
 
 }  // namespace detail
 
-/// A module to be called as one opaque node; see `leaf`. `M` is the module's holder (what
-/// TORCH_MODULE makes) or a shared_ptr to it.
+/// A module to be called as one opaque node; see `leaf`. `M` is the module's holder (of
+/// TORCH_MODULE) or a shared_ptr to it.
 template <class M>
 class Leaf {
  public:
@@ -203,19 +204,19 @@ class Leaf {
 };
 
 /// Makes `module` a leaf for one call: inside `forward`, write `smp::leaf(moe)(x)` for `moe(x)`
-/// where the module does what a step cannot capture: control flow that depends on data, reading a
-/// tensor on the host (`item`), routing, a custom `torch::autograd::Function`.
+/// where the module does something that a step cannot capture: control flow that depends on data,
+/// reading a tensor on the host (`item`), routing, a custom `torch::autograd::Function`.
 ///
 /// The module runs as it is, once per microbatch, on the stage that holds its parameters; all of
 /// them lie on one stage. Outside of a step function the call is an ordinary one. Tensors in the
-/// arguments (also inside what a step function looks into) are its inputs; the number and the
-/// shapes of the tensors it returns may not depend on data. A floating point argument may change
-/// from step to step; another integer, bool, enum or string makes another graph; other objects are
-/// taken as they are at each step, and are not compared.
+/// arguments (also inside the types that a step function looks into) are its inputs; the number and
+/// the shapes of the tensors it returns may not depend on data. A floating point argument may
+/// change from step to step; another integer, bool, enum or string makes another graph; other
+/// objects are taken as they are at each step, and are not compared.
 ///
 /// A module that changes its parameters in `forward` (a weight that is clamped or normalised under
-/// no_grad, a codebook) says so by `writes`. What each microbatch's backward needs of them is then
-/// copied. Such parameters are read by leaves only, and every replica writes its own.
+/// no_grad, a codebook) says so by `writes`. The values that each microbatch's backward needs of
+/// them are then copied. Such parameters are read by leaves only, and every replica writes its own.
 ///
 /// Throws `CaptureError` where the module writes an input, or a parameter without saying so,
 /// returns a tensor that shares memory with another one, or returns other shapes than were

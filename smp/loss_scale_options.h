@@ -11,7 +11,7 @@ namespace smp {
 struct DynamicLossArgs {
   /// The scale of the first step.
   TORCH_ARG(double, init_scale) = 4294967296.0;
-  /// By what the scale is multiplied when it grows and divided after an overflow.
+  /// Factor by which the scale grows, and by which it is divided after an overflow.
   TORCH_ARG(double, scale_factor) = 2;
   /// After how many steps without an overflow the scale grows.
   TORCH_ARG(int64_t, scale_window) = 1000;
@@ -24,7 +24,7 @@ struct DynamicLossArgs {
   TORCH_ARG(bool, consecutive_hysteresis) = false;
 };
 
-/// By what a `DistributedOptimizer` has the loss multiplied: SMP's arguments of that name.
+/// The scale by which a `DistributedOptimizer` multiplies the loss: SMP's arguments of that name.
 struct LossScaleOptions {
   /// The scale, if it is not dynamic.
   TORCH_ARG(double, static_loss_scale) = 1;

@@ -21,7 +21,7 @@ using partitioner::Table;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-/// As ranks tell each other.
+/// The form in which ranks tell each other.
 using Row = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Row row_of(const std::optional<DeviceMemory>& memory) {

@@ -17,16 +17,16 @@ struct DeviceMemory {
   c10::Device device = c10::kCPU;
   int64_t allocated = 0;  ///< in tensors
   int64_t peak = 0;       ///< the most in tensors since the start, or since `reset_peak_memory`
-  int64_t held = 0;       ///< by libtorch's caching allocator, which keeps what is freed
-  int64_t free = 0;       ///< of the device
-  int64_t total = 0;      ///< of the device
+  int64_t held = 0;       ///< bytes that libtorch's caching allocator holds, freed ones included
+  int64_t free = 0;       ///< bytes of the device that are free
+  int64_t total = 0;      ///< all bytes of the device
 };
 
-/// What this rank's device holds; nothing where it computes on the CPU. Does not wait for the
+/// Memory of this rank's device; nothing where it computes on the CPU. Does not wait for the
 /// device. Throws `UsageError` before `init`.
 SMP_API std::optional<DeviceMemory> device_memory();
 
-/// Begins this rank's `DeviceMemory::peak` anew, at what is allocated now.
+/// Begins this rank's `DeviceMemory::peak` anew, at the memory allocated now.
 SMP_API void reset_peak_memory();
 
 /// A table of the memory of all ranks' devices, a row for each; collective, between steps. Ranks

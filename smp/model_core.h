@@ -28,13 +28,13 @@ class Model;
 
 class KeyedRandom;
 
-/// A `DistributedModel` whatever its module's type: what it does apart from calling the module.
-/// Copies refer to the same model.
+/// A `DistributedModel` whatever its module's type: its work apart from calling the module. Copies
+/// refer to the same model.
 class SMP_API ModelCore {
  public:
   using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
 
-  /// As the constructor of `DistributedModel`.
+  /// The same as the constructor of `DistributedModel`.
   ModelCore(std::shared_ptr<torch::nn::Module> module, const ModelOptions& options);
 
   /// Differentiates `loss` (a scalar) in the step function under way. Gradients of several calls
@@ -44,16 +44,17 @@ class SMP_API ModelCore {
   ///
   /// Throws `UsageError` outside a step function, for a tensor that needs a gradient of its own, in
   /// another mode (autocast) than the call before, and, when the function returns, where two calls
-  /// go over the same operators or one goes back through what was written in place since another.
+  /// go over the same operators or one goes back through memory that was written in place since
+  /// another.
   void backward(const at::Tensor& loss) const;
-  /// As above for several tensors, with their gradients unless all are scalars.
+  /// The same for several tensors, with their gradients unless all are scalars.
   void backward(const std::vector<at::Tensor>& tensors,
                 const std::vector<at::Tensor>& gradients = {}) const;
 
-  /// All parameters, each once: what to build an optimizer from, before or after partitioning. The
+  /// All parameters, each once: for building an optimizer, before or after partitioning. The
   /// numbers of those that other ranks of the pipeline own, and of their gradients, are absent:
-  /// what the program writes into them, an optimizer's updates too, is left to their owner, and
-  /// what needs their numbers throws `UsageError` (docs/recipes.md).
+  /// writes into them, an optimizer's updates too, are left to their owner, and operations that
+  /// need their numbers throw `UsageError` (docs/recipes.md).
   std::vector<at::Tensor> parameters() const;
   std::vector<at::Tensor> buffers() const;
   /// All parameters under every name they are registered with, as the plain module lists them.
@@ -66,10 +67,11 @@ class SMP_API ModelCore {
   std::vector<at::Tensor> local_buffers() const;
   TensorDict local_named_buffers() const;
 
-  /// What the optimizer of this rank updates, each once, by the name of its parameter: with
-  /// `shard_optimizer_state` this replica's pieces of the local parameters, one-dimensional tensors
-  /// on their memory whose `.grad` is that piece of the gradient; otherwise the local parameters.
-  /// For whoever clips or reads gradients. Throw `UsageError` before partitioning.
+  /// The tensors that the optimizer of this rank updates, each once, by the name of its parameter:
+  /// with `shard_optimizer_state` this replica's pieces of the local parameters, one-dimensional
+  /// tensors on their memory whose `.grad` is that piece of the gradient; otherwise the local
+  /// parameters. Meant for code that clips or reads gradients. Throw `UsageError` before
+  /// partitioning.
   std::vector<at::Tensor> local_virtual_parameters() const;
   TensorDict virtual_named_parameters() const;
 
@@ -85,18 +87,18 @@ class SMP_API ModelCore {
   /// and its tensor-parallel groups, and with sharded data parallelism over the world: all ranks
   /// must call it, or the others wait until the time-out.
   TensorDict state_dict(bool gather_to_rank0 = false) const;
-  /// Copies of what this rank owns: of a divided parameter its part, and of one that sharded data
-  /// parallelism divides, its shard, which has one dimension. Not collective.
+  /// Copies of the values that this rank owns: of a divided parameter its part, and of one that
+  /// sharded data parallelism divides, its shard, which has one dimension. Not collective.
   TensorDict local_state_dict() const;
-  /// Copies values in. Before partitioning, and after, each rank takes what it holds; for
-  /// delayed parameters the tensors are kept until the first step, unchanged. Divided parameters
-  /// are given whole, and each rank takes its part. Throws one
-  /// `CheckpointError` that lists all missing or unexpected names and other shapes or dtypes; then
-  /// nothing has changed. `strict = false` accepts missing and unexpected names. With `fp16` or
-  /// `bf16` other floating point types are rounded.
+  /// Copies values in. Before partitioning, and after, each rank takes the tensors that it holds;
+  /// for delayed parameters the tensors are kept until the first step, unchanged. Divided
+  /// parameters are given whole, and each rank takes its part. Throws one `CheckpointError` that
+  /// lists all missing or unexpected names and other shapes or dtypes; then nothing has changed.
+  /// `strict = false` accepts missing and unexpected names. With `fp16` or `bf16` other floating
+  /// point types are rounded.
   ///
-  /// With `same_partition_load`, `state` is what `local_state_dict` gave on this rank in a run of
-  /// the same layout and partition. It is checked and loaded when the model is partitioned, so
+  /// With `same_partition_load`, `state` is the result of `local_state_dict` on this rank in a run
+  /// of the same layout and partition. It is checked and loaded when the model is partitioned, so
   /// before the first step the tensors are kept until then.
   void load_state_dict(const TensorDict& state, bool strict = true,
                        bool same_partition_load = false) const;
@@ -112,9 +114,9 @@ class SMP_API ModelCore {
   /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
   /// can be used as a plain module until the next step that trains. Collective over the pipeline,
   /// as documented for SMP, over its tensor-parallel groups, and with sharded data parallelism over
-  /// the world. Training goes on with the owners' values. What is divided among tensor-parallel or
-  /// sharded ranks goes again at the next step; of tensor-parallel groups at any call of this
-  /// class, an optimizer or a checkpoint. Until then modules of `smp::nn` communicate with nobody.
+  /// the world. Training goes on with the owners' values. Tensors divided among sharded ranks are
+  /// released at the next step; those of tensor-parallel groups also at any call of this class, an
+  /// optimizer or a checkpoint. Until then modules of `smp::nn` do not communicate.
   void cpu() const;
 
   /// Whether each rank of a tensor-parallel group has its own part of a parameter. Known for
@@ -135,7 +137,7 @@ class SMP_API ModelCore {
 
   /// True once the first step has divided the model among the ranks.
   bool partitioned() const;
-  /// Which stage got what, and why: the report of the first step. Empty before.
+  /// The report of the first step: the share of each stage, and why. Empty before.
   const std::string& partition_report() const;
 
   /// Called once when the models have been partitioned, before the first microbatch runs; at once
@@ -153,9 +155,9 @@ class SMP_API ModelCore {
   /// documented for SMP, which needs `ddp` and `overlapping_allreduce` for it.
   void register_comm_hook(CommHook hook) const;
 
-  /// While what this returns lives, replicas may run out of batches: at the end of the block they
-  /// take part in the reductions of the others' steps with zeros, until none has batches, and then
-  /// take parameters and buffers of one that was last; their gradients are undefined then, and the
+  /// While the result lives, replicas may run out of batches: at the end of the block they take
+  /// part in the reductions of the others' steps with zeros, until none has batches, and then take
+  /// parameters and buffers of one that was last; their gradients are undefined then, and the
   /// optimizer's state stays as it was. Each replica calls its step functions at least once; the
   /// ranks of one pipeline, and of a tensor-parallel group, equally often. It is of all models of
   /// the program. Inside, call nothing else that is collective over the replicas, such as a save.
@@ -171,7 +173,7 @@ class SMP_API ModelCore {
   std::optional<at::ScalarType> half() const;
   const ModelOptions& options() const;
 
-  /// What the library knows of the model; its type is internal.
+  /// The library's record of the model; its type is internal.
   runtime::Model& impl() const { return *model_; }
 
  private:

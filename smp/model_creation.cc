@@ -22,7 +22,7 @@ class ModelCreation::Impl {
   std::optional<graph::DefaultDtypeScope> dtype_;
   std::optional<graph::DeferredScope> delay_;
   std::optional<graph::AtOnceScope> at_once_;    // within a scope that delays
-  std::optional<PartitionScope> pins_;           // of an outer smp::partition, within this scope
+  std::optional<PartitionScope> pins_;           // an outer smp::partition's, within this scope
   std::optional<TensorParallelismScope> marks_;  // given, or of an outer scope, within this one
 };
 

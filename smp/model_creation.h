@@ -22,8 +22,8 @@ struct ModelCreationOptions {
   /// Make parameters later, and only those that this rank owns; by default as the configuration's
   /// `delayed_parameter_initialization` says.
   TORCH_ARG(std::optional<bool>, delayed) = std::nullopt;
-  /// Mark what is made for tensor parallelism, as `smp::tensor_parallelism` does; by default what
-  /// is in force around the scope.
+  /// Mark the modules made for tensor parallelism, as `smp::tensor_parallelism` does; by default as
+  /// around the scope.
   TORCH_ARG(std::optional<bool>, tensor_parallelism) = std::nullopt;
   /// The options of that mark; to be given together with `tensor_parallelism`.
   TORCH_ARG(std::optional<TensorParallelismOptions>, tensor_parallelism_options) = std::nullopt;
@@ -66,11 +66,11 @@ class [[nodiscard]] SMP_API ModelCreation {
 /// `tensor_parallelism_options` without `tensor_parallelism`.
 SMP_API ModelCreation model_creation(const ModelCreationOptions& options = {});
 
-/// `model_creation` for this purpose alone. In a scope that delays, `enabled = false` makes what is
+/// `model_creation` for this purpose alone. In a scope that delays, `enabled = false` makes tensors
 /// constructed inside at once.
 SMP_API ModelCreation delayed_parameter_initialization(bool enabled = true);
 
-/// Makes what the module's parameters and buffers are still without, on this rank, as if they had
+/// Makes the module's parameters and buffers that have no data yet, on this rank, as if they had
 /// been constructed plainly: for modules that are used without a step. Not collective.
 SMP_API void materialize(const torch::nn::Module& module);
 

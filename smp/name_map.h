@@ -10,7 +10,7 @@
 
 namespace smp {
 
-/// What happens to a tensor between a file and a model, in both directions.
+/// The change of a tensor between a file and a model, in both directions.
 enum class Transform {
   kNone,
   kTranspose,  ///< a matrix is transposed: GPT-2's Conv1D stores [in, out], Linear has [out, in]
@@ -35,9 +35,9 @@ enum class Transform {
 /// \endcode
 class SMP_API NameMap {
  public:
-  /// What the map says of a name. Those of `theirs`, one after the other along the first dimension
-  /// and each transformed, are those of `ours`, one after the other; one of the two has one name
-  /// only, or none: then the other side has no such tensor.
+  /// The map's answer for a name: the tensors of `theirs`, concatenated along the first dimension
+  /// and each transformed, are those of `ours`, concatenated. One of the two has one name only, or
+  /// none: then the other side has no such tensor.
   struct Match {
     std::vector<std::string> theirs;
     std::vector<std::string> ours;
@@ -67,7 +67,7 @@ class SMP_API NameMap {
   /// files that are written.
   NameMap& optional_prefix(std::string prefix);
 
-  /// What a name of a file, or of the model, stands for.
+  /// The match of a name of a file, or of the model.
   Match of_theirs(const std::string& name) const;
   Match of_ours(const std::string& name) const;
 
@@ -76,14 +76,14 @@ class SMP_API NameMap {
   struct Pattern {
     std::string text;
     std::vector<std::string> placeholders = {};  // in their order
-    std::vector<std::string> literals = {};      // what is before each of them, and after the last
+    std::vector<std::string> literals = {};      // texts before each of them, and after the last
   };
   struct Rule {
     std::vector<Pattern> theirs;
     std::vector<Pattern> ours;
     Transform transform;
   };
-  using Values = std::map<std::string, std::string>;  // by placeholder
+  using Values = std::map<std::string, std::string>;  // keys are the placeholders
 
   static Pattern parse(const std::string& text);
   static std::optional<Values> match(const Pattern& pattern, const std::string& name);

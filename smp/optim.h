@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-/// All of smp::optim: optimizers that libtorch lacks, its own on fused kernels, and what an
-/// optimizer of your own tells the library. See docs/optimizers.md.
+/// All of smp::optim: optimizers that libtorch lacks, its own on fused kernels, and the traits of
+/// an optimizer of your own. See docs/optimizers.md.
 
 #include "smp/optim/adadelta.h"           // IWYU pragma: export
 #include "smp/optim/fused.h"              // IWYU pragma: export

@@ -18,8 +18,8 @@ namespace runtime {
 class Optimizer;
 }  // namespace runtime
 
-/// A `DistributedOptimizer`, or what `smp::distributed` gives, whatever its optimizer's type: what
-/// it has beside `step`. For training in half precision by SMP's names; see docs/precision.md.
+/// A `DistributedOptimizer`, or the result of `smp::distributed`, whatever its optimizer's type:
+/// its methods beside `step`. For training in half precision by SMP's names; see docs/precision.md.
 class SMP_API OptimizerCore {
  public:
   /// Sets all gradients to undefined, or to zero. Throws `UsageError` inside a step function.
@@ -32,16 +32,16 @@ class SMP_API OptimizerCore {
   OptimizerState state_dict() const;
 
   /// Copies of the state of the parameters that this rank owns, and of its parts of those that a
-  /// tensor-parallel group divides. Where replicas divide the state,
-  /// with `gather_if_shard` all of it for these parameters, on every replica, collectively over
-  /// them; without, this rank's pieces, under names such as "fc.weight[0:64]" that say which
-  /// elements of the parameter's memory they are for. Throws `UsageError` before the first step.
+  /// tensor-parallel group divides. If replicas divide the state, each gets all of it for these
+  /// parameters with `gather_if_shard`, which is collective over the replicas. Otherwise each gets
+  /// its pieces, under names such as "fc.weight[0:64]" that tell the elements of the parameter's
+  /// memory. Throws `UsageError` before the first step.
   OptimizerState local_state_dict(bool gather_if_shard = true) const;
 
-  /// Restores what `state_dict` gave, on any number of ranks, or `local_state_dict`, on the ranks
-  /// that it was taken from: the options of the groups now, the state of parameters now or when the
-  /// first step has settled who owns what. Throws one `CheckpointError` that lists all that is
-  /// missing, unexpected or of another shape; then nothing has changed.
+  /// Restores a result of `state_dict`, on any number of ranks, or of `local_state_dict`, on the
+  /// ranks that it was taken from: the options of the groups now, the state of parameters now or
+  /// when the first step has settled their owners. Throws one `CheckpointError` that lists all that
+  /// is missing, unexpected or of another shape; then nothing has changed.
   void load_state_dict(const OptimizerState& state) const;
 
   /// Has `model->backward` multiply the loss, and `step()` divide the gradients, by a scale, static
@@ -52,7 +52,7 @@ class SMP_API OptimizerCore {
   /// Whether the last step was skipped because a gradient was not finite, on any rank; or will be,
   /// after `clip_master_grads`. Schedulers then do not step.
   bool overflow() const;
-  /// By what the loss is multiplied.
+  /// The factor of the loss.
   double loss_scale() const;
 
   /// Divides the gradients by the loss scale and scales them so that the norm over all of them is
@@ -70,7 +70,7 @@ class SMP_API OptimizerCore {
   std::string loss_scaler_state() const;
   void load_loss_scaler_state(const std::string& state) const;
 
-  /// What the library knows of the optimizer; its type is internal.
+  /// The library's record of the optimizer; its type is internal.
   runtime::Optimizer& impl() const { return *optimizer_; }
 
  protected:

@@ -15,8 +15,8 @@ namespace smp {
 struct OptimizerState {
   /// State of one parameter.
   struct Param {
-    std::vector<int64_t> shape;                 ///< Of the parameter.
-    std::map<std::string, at::Tensor> tensors;  ///< By field, for example "exp_avg".
+    std::vector<int64_t> shape;                 ///< Shape of the parameter.
+    std::map<std::string, at::Tensor> tensors;  ///< Tensors by field, for example "exp_avg".
     /// The other fields, text of a JSON object: {"step":3}; empty without any.
     std::string scalars;
   };

@@ -13,8 +13,8 @@
 
 namespace smp {
 
-/// What `partition` returns; it is in force as long as it lives, on the thread that made it. What
-/// was made under it stays pinned, whichever thread runs the first step.
+/// The result of `partition`; it is in force as long as it lives, on the thread that made it.
+/// Tensors made under it stay pinned, whichever thread runs the first step.
 class SMP_API PartitionScope {
  public:
   explicit PartitionScope(int partition);
@@ -27,14 +27,14 @@ class SMP_API PartitionScope {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Pins to partition `index` (a rank of the pipeline) what is made or called while the returned
-/// scope lives; of nested scopes the innermost wins.
+/// Pins the tensors made and the operators called while the returned scope lives to partition
+/// `index` (a rank of the pipeline); the innermost of nested scopes wins.
 ///
 /// Around the construction of modules it pins the parameters and buffers made inside, however the
 /// modules register them: the operators that read them run on that partition. Around code in
-/// `forward` it pins the operators called there, also those without parameters. What no scope
-/// covers goes where the automatic partition puts it, or, with `auto_partition: false`, to
-/// `default_partition`. A partition may be visited several times.
+/// `forward` it pins the operators called there, also those without parameters. The automatic
+/// partition places the rest, or, with `auto_partition: false`, it goes to `default_partition`. A
+/// partition may be visited several times.
 ///
 /// As documented for SMP's `smp.partition(index)`; other than there, scopes count with
 /// `auto_partition: true` too. Throws `UsageError` for a partition that does not exist.
@@ -76,8 +76,8 @@ struct Placement {
   std::string reason;
 };
 
-/// Of a parameter or buffer of a `DistributedModel`. Throws `UsageError` before the first step,
-/// which partitions the models, and for a tensor that belongs to none.
+/// Where a parameter or buffer of a `DistributedModel` is. Throws `UsageError` before the first
+/// step, which partitions the models, and for a tensor that belongs to none.
 SMP_API Placement get_partition(const at::Tensor& tensor);
 
 /// Where every operator of the first step function went, and why; one a line:

@@ -27,13 +27,13 @@ using runtime::together;
 PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
                                  const PretrainedOptions& options) {
   const core::CallScope here("smp::load_pretrained");
-  const runtime::Model& model = core.impl();
+  runtime::Model& model = core.impl();
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load_pretrained was called inside a step function; call it before or after "
                  "the step");
   check_no_average_in_use(runtime, model, "smp::load_pretrained");
-  const auto tensors = runtime::tensors_of(runtime, model);
+  const auto tensors = runtime::tensors_of(runtime, {&model});
   std::shared_ptr<const checkpoint::PretrainedPlan> plan;
   together(*runtime.world(), [&] {
     plan = std::make_shared<checkpoint::PretrainedPlan>(

@@ -20,12 +20,12 @@ struct PretrainedOptions {
   TORCH_ARG(bool, convert) = true;
 };
 
-/// What was used of pretrained files, all sorted.
+/// The names used of pretrained files, all sorted.
 struct PretrainedReport {
   std::vector<std::pair<std::string, std::string>> used;  ///< stored name, the model's
   std::vector<std::string> unused;   ///< stored, but the model has nothing of the mapped name
   std::vector<std::string> ignored;  ///< stored, and left out by a rule
-  std::vector<std::string> missing;  ///< of the model, and stored under no name
+  std::vector<std::string> missing;  ///< names of the model that are stored under no name
 };
 
 }  // namespace smp

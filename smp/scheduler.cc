@@ -63,8 +63,8 @@ bool is_number(const nlohmann::json& stored) {
   return stored.is_number() || stored == "inf" || stored == "-inf" || stored == "nan";
 }
 
-/// What a scheduler's next learning rates depend on, beside those of now, which are the
-/// optimizer's.
+/// The state on which a scheduler's next learning rates depend, beside the current ones of the
+/// optimizer.
 struct Scheduler {
   std::string name;
   std::map<std::string, std::variant<unsigned*, int*, float*>> fields;

@@ -12,10 +12,10 @@
 
 namespace smp {
 
-/// What a scheduler has beside libtorch's own fields, for `register_scheduler`.
+/// The state that a scheduler has beside libtorch's own fields, for `register_scheduler`.
 struct SchedulerState {
   std::function<std::string()> save;             ///< returns text of JSON
-  std::function<void(const std::string&)> load;  ///< takes what `save` returned
+  std::function<void(const std::string&)> load;  ///< takes the result of `save`
 };
 
 /// Has checkpoints hold where a learning-rate scheduler stands, under a name of its own, so that a

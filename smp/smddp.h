@@ -32,7 +32,8 @@ SMP_API bool is_available();
 SMP_API void init_process_group(std::chrono::milliseconds timeout = std::chrono::seconds(300));
 SMP_API bool is_initialized();
 
-/// The ranks, for what takes a group: `smp::DDPOptions().process_group(smp::smddp::group())`.
+/// The ranks, for functions that take a group:
+/// `smp::DDPOptions().process_group(smp::smddp::group())`.
 SMP_API Group group();
 
 SMP_API int get_rank();

@@ -65,21 +65,21 @@ class Step {
   /// cut into microbatches along axis 0: also those inside of containers, tuples, optionals,
   /// variants, shared pointers, `torch::data::Example`s, `c10::IValue`s and structs with
   /// `SMP_FIELDS`, in any nesting. Undefined ones stay undefined, and an argument given by
-  /// `smp::whole` is not cut. Numbers, strings and what else has no tensors are passed as they are;
-  /// a class that may have some and does not say where does not compile. All microbatches have as
-  /// many samples: a batch that `microbatches()` does not divide is cut into the most of them, up
-  /// to that number, that do. Collective: all ranks call it, ranks of one pipeline with the same
+  /// `smp::whole` is not cut. Numbers, strings and other values without tensors are passed as they
+  /// are; a class that may have some and does not say where does not compile. All microbatches have
+  /// as many samples: a batch that `microbatches()` does not divide is cut into the most of them,
+  /// up to that number, that do. Collective: all ranks call it, ranks of one pipeline with the same
   /// inputs.
   ///
   /// The function itself runs once per step on this rank, on tensors without data, to see which
-  /// operators it calls (once per microbatch if an argument has `smp_slice`; seldomer if the
-  /// configuration's `guard` says so); see docs/capture.md.
-  /// An argument with `T smp_slice(int64_t microbatches, int64_t microbatch, int64_t axis) const`
-  /// cuts itself; tensors inside it are constants of the microbatch.
+  /// operators it calls (once per microbatch if an argument has `smp_slice`; less often if the
+  /// configuration's `guard` says so); see docs/capture.md. An argument with `T smp_slice(int64_t
+  /// microbatches, int64_t microbatch, int64_t axis) const` cuts itself; tensors inside it are
+  /// constants of the microbatch.
   ///
   /// Returns the function's result with a `StepOutput` in place of every tensor and a list by
   /// microbatch in place of anything else; a struct with `SMP_FIELDS` becomes a tuple of its
-  /// fields. Throws what the function throws, `CaptureError` for what cannot be captured,
+  /// fields. Throws the function's exceptions, `CaptureError` for code that cannot be captured,
   /// `UsageError` for wrong inputs and `CommError` when a peer failed.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
@@ -95,10 +95,10 @@ class Step {
   /// How many microbatches a call runs: fewer where the batch is not divisible by them.
   int64_t microbatches() const { return core_->microbatches(); }
 
-  /// What this rank did in the last call, as text: the schedule; of each of its stages the
-  /// parameters, inputs and constants that it reads, what it gets from other stages and gives to
-  /// them, and where gradients go; and its actions in their order (docs/schedules.md). Empty before
-  /// the first call.
+  /// The work of this rank in the last call, as text: the schedule; of each of its stages the
+  /// parameters, inputs and constants that it reads, the values that it gets from other stages and
+  /// gives to them, and where gradients go; and its actions in their order (docs/schedules.md).
+  /// Empty before the first call.
   std::string program() const { return core_->program(); }
 
  private:
@@ -247,13 +247,13 @@ class Step {
   std::shared_ptr<Function> function_;
   StepOptions options_;
   std::shared_ptr<detail::StepCore> core_;
-  // What the function returned in the last guarded call, a map as in `operator()`.
+  // Values that the function returned in the last guarded call, a map as in `operator()`.
   std::shared_ptr<std::any> last_results_ = std::make_shared<std::any>();
 };
 
-/// Makes a step function: `function` describes one training (or evaluation) step on one
-/// microbatch and calls the models in it; if it trains it calls `model->backward(loss)` and returns
-/// what the caller wants to see. As documented for SMP's `@smp.step`.
+/// Makes a step function: `function` describes one training (or evaluation) step on one microbatch
+/// and calls the models in it; if it trains it calls `model->backward(loss)` and returns the values
+/// that the caller wants to see. As documented for SMP's `@smp.step`.
 ///
 /// Example:
 /// \code

@@ -12,7 +12,7 @@ namespace smp {
 
 /// Options of a step function.
 struct StepOptions {
-  /// Axes by the position of an argument. TORCH_ARG makes private what follows it, so this is
+  /// Axes by the position of an argument. TORCH_ARG makes the following lines private, so this is
   /// first.
   using Axes = std::map<int, int64_t>;
 

@@ -10,10 +10,10 @@
 
 namespace smp {
 
-/// One tensor that a step function returned, for every microbatch. Available on every rank of
-/// the pipeline that computed it, unless `StepOptions::share_outputs` says otherwise; nothing
-/// crosses replicas. As documented for SMP's StepOutput. What makes one tensor of the outputs
-/// throws `UsageError` where they are undefined.
+/// One tensor that a step function returned, for every microbatch. Available on every rank of the
+/// pipeline that computed it, unless `StepOptions::share_outputs` says otherwise; nothing crosses
+/// replicas. As documented for SMP's StepOutput. Methods that make one tensor of the outputs throw
+/// `UsageError` where they are undefined.
 class SMP_API StepOutput {
  public:
   StepOutput() = default;

@@ -13,8 +13,8 @@
 
 namespace smp {
 
-/// What `tensor_parallelism` returns; it lasts as long as it lives. Belongs to the thread that made
-/// it.
+/// The result of `tensor_parallelism`; it lasts as long as it lives. Belongs to the thread that
+/// made it.
 class SMP_API TensorParallelismScope {
  public:
   explicit TensorParallelismScope(bool enabled, const TensorParallelismOptions& options = {});
@@ -22,7 +22,7 @@ class SMP_API TensorParallelismScope {
   TensorParallelismScope(const TensorParallelismScope&) = delete;
   TensorParallelismScope& operator=(const TensorParallelismScope&) = delete;
 
-  /// What the innermost scope of this thread says; nothing outside of all.
+  /// The setting of this thread's innermost scope; nothing outside of all.
   static std::optional<bool> current();
   /// And with which options.
   static TensorParallelismOptions current_options();
@@ -32,14 +32,15 @@ class SMP_API TensorParallelismScope {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Marks what is made while the returned scope lives, or with `enabled = false` unmarks it: the
+/// Marks modules made while the returned scope lives, or with `enabled = false` unmarks them: the
 /// layers of marked modules may be divided among the ranks of a tensor-parallel group, as far as
-/// the step function's graph allows and it is predicted to pay (docs/tensor_parallelism.md). Of
-/// nested scopes the innermost wins. Without a mark in the program the configuration's
+/// the step function's graph allows and it is predicted to pay (docs/tensor_parallelism.md). The
+/// innermost of nested scopes wins. Without a mark in the program the configuration's
 /// `tensor_parallelism` decides. As documented for SMP's `smp.tensor_parallelism`.
 ///
-/// What `options` say about attention is refused in the first step (`UsageError`) where it cannot
-/// be followed: for attention that ranks do not divide, with a `tensor_parallel_degree` of 1 too.
+/// Wishes of `options` about attention are refused in the first step (`UsageError`) where they
+/// cannot be followed: for attention that ranks do not divide, with a `tensor_parallel_degree` of 1
+/// too.
 ///
 /// Example:
 /// \code

@@ -17,7 +17,8 @@ struct Registered {
   TpModuleMaker make;
 };
 
-/// Of all threads, since ranks may be threads of one process. To be read and changed under `mutex`.
+/// The registry of all threads, since ranks may be threads of one process. To be read and changed
+/// under `mutex`.
 struct Registry {
   std::mutex mutex;
   std::map<std::type_index, Registered> of_module;

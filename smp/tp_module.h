@@ -17,18 +17,19 @@ using TpModuleMaker = std::function<torch::nn::AnyModule(const void* options)>;
 
 SMP_API void register_tp_module(std::type_index module, std::type_index options,
                                 TpModuleMaker make);
-/// What makes the module here in place of one of that type; null if that one itself is made.
+/// The maker of the module that takes the place of one of that type; null if that one itself is
+/// made.
 SMP_API TpModuleMaker tp_module_maker(std::type_index module, std::type_index options);
 
 }  // namespace detail
 
 /// Registers a distributed module of your own for the modules `M` (a holder), which are constructed
-/// from `Options`: within `smp::tensor_parallelism()`, `make_module<M>(options)` makes what
-/// `make(options)` returns, a holder of a module of any type. Another registration for `M` takes
-/// the place of the first. To be called on every rank, before such modules are made.
+/// from `Options`: within `smp::tensor_parallelism()`, `make_module<M>(options)` makes the result
+/// of `make(options)`, a holder of a module of any type. Another registration for `M` takes the
+/// place of the first. To be called on every rank, before such modules are made.
 ///
-/// For SMP's `smp.tp_register_with_module`: `make` is its init_hook and the construction; what its
-/// forward_hook and return_hook change, the `forward` of the distributed module does.
+/// For SMP's `smp.tp_register_with_module`: `make` is its init_hook and the construction; the
+/// `forward` of the distributed module makes the changes of its forward_hook and return_hook.
 ///
 /// Example:
 /// \code
@@ -43,9 +44,9 @@ void tp_register_with_module(Make make) {
       });
 }
 
-/// Makes the module `M(options)` or, within `smp::tensor_parallelism()`, what is registered for it:
-/// on one rank, too, so that parameters have the same names for any number of ranks. Put the result
-/// into a `torch::nn::Sequential`, or register its `ptr()` and call its `forward`. Throws
+/// Makes the module `M(options)` or, within `smp::tensor_parallelism()`, the module registered for
+/// it: on one rank, too, so that parameters have the same names for any number of ranks. Put the
+/// result into a `torch::nn::Sequential`, or register its `ptr()` and call its `forward`. Throws
 /// `UsageError` if `M` is registered with options of another type.
 ///
 /// Example:

@@ -25,19 +25,19 @@ class Call;
 struct TpTreatment {
   std::vector<nn::Layout> arguments;  ///< how it needs each tensor argument
   std::vector<nn::Layout> results;    ///< how each result then lies
-  /// Arguments that name sizes of the whole, by name: what they are on a rank.
+  /// Arguments that name sizes of the whole, by name: their values on a rank.
   std::map<std::string, c10::IValue> constants;
 };
 
-/// A call of an operator, and how its arguments lie on the ranks at present: what a rule decides
-/// by. Belongs to the call of the rule.
+/// A call of an operator, and how its arguments lie on the ranks at present: a rule decides by it.
+/// Belongs to the call of the rule.
 class SMP_API TpCall {
  public:
   explicit TpCall(const nn::rewrite::Call& call) : call_(call) {}
 
   /// "ns::name": without overload, and without the underscore of an operator that works in place.
   const std::string& name() const;
-  /// Of the tensor-parallel group.
+  /// The size of the tensor-parallel group.
   int ranks() const;
   /// The defined tensors among the arguments are numbered in their order, lists taken apart.
   int num_tensors() const;
@@ -55,7 +55,7 @@ class SMP_API TpCall {
   const nn::rewrite::Call& call_;
 };
 
-/// Says how an operator runs on parts. A value; copies share what they hold.
+/// Says how an operator runs on parts. A value; copies share their content.
 class SMP_API TpRule {
  public:
   /// Given how the arguments lie, says how the operator is run; nothing if it needs them whole. It

@@ -9,7 +9,7 @@
 
 namespace smp::testing {
 
-/// What a command did.
+/// The result of a command.
 struct Outcome {
   int status = 0;  ///< the exit status, or 128 and the signal that ended it
   double seconds = 0;

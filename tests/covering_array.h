@@ -10,7 +10,7 @@
 
 namespace smp::testing {
 
-/// What a case has of each factor, as text: {"TiedGpt", "3 stages", "zb_h1"}.
+/// The choices of a case for each factor, as text: {"TiedGpt", "3 stages", "zb_h1"}.
 using Factors = std::vector<std::string>;
 
 /// The values of two factors: (number of the first, its value), (number of the second, its value).

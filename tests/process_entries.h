@@ -5,7 +5,7 @@
 #include <filesystem>
 #include <iterator>
 
-/// What the system lists of this process.
+/// The entries of this process that the system lists.
 namespace smp::testing {
 
 inline int64_t entries_of(const char* folder) {
@@ -13,7 +13,7 @@ inline int64_t entries_of(const char* folder) {
   return std::distance(begin(all), end(all));
 }
 
-/// With the one that looking takes.
+/// Counts the one that looking takes, too.
 inline int64_t open_descriptors() { return entries_of("/proc/self/fd"); }
 
 inline int64_t running_threads() { return entries_of("/proc/self/task"); }

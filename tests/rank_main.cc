@@ -31,7 +31,7 @@ class FailureListener : public testing::EmptyTestEventListener {
   std::string test_ = "no test";
 };
 
-// What this rank prints instead of gtest's report when it is not rank 0.
+// The report of this rank instead of gtest's report when it is not rank 0.
 class FailurePrinter : public FailureListener {
  public:
   explicit FailurePrinter(int rank) : rank_(rank) {}

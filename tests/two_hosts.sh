@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # usage: two_hosts.sh torchrun|mpirun|smprun RANKS_PER_HOST PROGRAM [ARGUMENT...]
-# Runs the program on two hosts that this one pretends to be: network, host-name and mount namespaces
-# with one wire between them, so that all messages between the two go over TCP, and a /dev/shm for
-# each. Needs root. Prints at the end how many bytes went over the wire in each direction.
+# Runs the program on two hosts that this one pretends to be: network, host-name and mount
+# namespaces with one wire between them, so that all messages between the two go over TCP, and a
+# /dev/shm for each. Needs root. Prints at the end how many bytes went over the wire in each
+# direction.
 #
-# A file "down" in the /dev/shm of the second host keeps everybody from starting programs there.
+# A file "down" in the /dev/shm of the second host keeps all users from starting programs there.
 #
-# In the environment: SMPRUN, the launcher, if not tools/smprun; SPARE=1 for a third host that smprun
-# is told of, and for which the job has no need at first; WAIT_FOR_HOSTS, an option of smprun; and
-# HOSTS_MEMORY, a folder of a tmpfs with what the hosts have in memory, in "first", "second" and
+# In the environment: SMPRUN, the launcher, if not tools/smprun; SPARE=1 for a third host that
+# smprun is told of, and for which the job has no need at first; WAIT_FOR_HOSTS, an option of
+# smprun; and HOSTS_MEMORY, a folder of a tmpfs with the hosts' memory, in "first", "second" and
 # "third", which outlives this command. It must not lie in /dev/shm, of which each host has another.
 set -eu
 launcher=$1 ranks=$2
@@ -69,7 +70,7 @@ run_torchrun() {
   return $status
 }
 
-# What mpirun is to do here, by whomever it is run.
+# Sets mpirun up for this host, whichever user runs it.
 set_up_mpirun() {
   # It starts its daemons on the other hosts by this instead of ssh.
   cat >"$folder/agent" <<AGENT

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what a CUDA build needs on this machine; nothing is downloaded."""
+"""Finds the libraries of a CUDA build on this machine; nothing is downloaded."""
 
-# What libtorch_cuda.so of the torch wheel in WORKSPACE is linked against, and CUDA's compiler, which
-# it and optim/cuda load while a program runs.
+# The libraries that libtorch_cuda.so of the torch wheel in WORKSPACE is linked against, and CUDA's
+# compiler, which it and optim/cuda load while a program runs.
 _LIBRARIES = [
     "libcublas.so.13",
     "libcublasLt.so.13",
@@ -18,7 +18,7 @@ _LIBRARIES = [
     "libnvshmem_host.so.3",
 ]
 
-# Of which the folders are told to the compiler.
+# Headers whose folders are told to the compiler.
 _HEADERS = ["cuda_runtime_api.h", "nccl.h"]
 
 _NOT_FOUND = """--config=cuda: cannot find %s.

@@ -2,7 +2,7 @@
 """Finds the libraries of this system, wherever it keeps them; nothing is downloaded."""
 
 def _ask(ctx, command, needed):
-    """What a command prints; `needed` names what a user would install to have it."""
+    """The output of a command; `needed` names the package that a user would install to have it."""
     if not ctx.which(command[0]):
         fail("%s was not found. Install %s." % (command[0], needed))
     result = ctx.execute(command)

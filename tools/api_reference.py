@@ -15,19 +15,21 @@ import tree_sitter
 import tree_sitter_cpp
 
 FOLDER = "reference"
-NAMED = 3  # of declarations that are shown together, as many are in the heading
+INDEX = FOLDER + "/index.md"
+NAMED = 3  # number of declarations shown together whose names are in the heading
 # The pages: title, then headers of smp/. Every public header is on one of them.
 PAGES = {
-    "Start and end": ["init.h", "preemption.h", "exit_status.h", "memory.h", "version.h",
+    "Start and end": ["init.h", "mpi.h", "preemption.h", "exit_status.h", "memory.h", "version.h",
                       "keyed_random.h"],
     "Configuration": ["config.h"],
     "Ranks and groups": ["group.h", "comm_group.h", "reduce_op.h", "work.h"],
     "Objects between ranks": ["objects.h"],
     "DistributedModel": ["distributed_model.h", "model_core.h", "model_options.h",
                          "removable_handle.h"],
-    "The step": ["step.h", "step_options.h", "whole.h", "fields.h", "step_output.h"],
+    "The step": ["step.h", "step_options.h", "whole.h", "fields.h", "step_output.h",
+                 "token_loss.h"],
     "Leaf modules": ["leaf.h"],
-    "Models written in Python": ["exported.h"],
+    "Models written in Python": ["exported.h", "export_program.h"],
     "DistributedOptimizer": ["distributed_optimizer.h", "optimizer_core.h", "optimizer_state.h",
                              "loss_scale_options.h", "clip_grad.h", "scheduler.h", "ema.h"],
     "Optimizers": ["optim/adadelta.h", "optim/fused.h", "optim/lamb.h", "optim/novograd.h",
@@ -37,8 +39,8 @@ PAGES = {
     "Partition": ["partition_scope.h"],
     "Model creation": ["model_creation.h"],
     "Activation memory": ["activation_checkpointing.h"],
-    "Checkpoints": ["save_load.h", "checkpoint_options.h", "pretrained.h", "pretrained_options.h",
-                    "name_map.h"],
+    "Checkpoints": ["save_load.h", "checkpoint_options.h", "checkpoint_parts.h", "pretrained.h",
+                    "pretrained_options.h", "name_map.h"],
     "Data parallelism": ["ddp.h", "ddp_options.h", "comm_hooks.h", "join.h"],
     "smddp": ["smddp.h", "c10d.h"],
     "Tensor parallelism": ["tensor_parallelism.h", "tensor_parallelism_options.h",
@@ -53,8 +55,10 @@ PAGES = {
 }
 # Lists of includes.
 WITHOUT_PAGE = {"smp.h", "nn.h", "optim.h", "export.h"}
+# For C, with docs/c.md as its page.
+WITHOUT_PAGE |= {"c.h"}
 # Not for users, as their BUILD file and their namespaces say.
-INTERNAL = re.compile(r"detail/|nn/transformer_parts\.h")
+INTERNAL = re.compile(r"detail/|^c/|nn/transformer_parts\.h")
 INTERNAL_NAMESPACES = {"detail", "comm", "core", "graph", "runtime", "rewrite"}
 
 TYPES = {"class_specifier": "class", "struct_specifier": "struct", "enum_specifier": "enum"}
@@ -90,7 +94,7 @@ def expand(source):
     source = MACRO.sub("", source)
     for name, body in macros.items():
         source = re.sub(r"\b%s;" % name, lambda _: body.strip() + ";", source)
-    # What follows a mark of export is aligned with it.
+    # Lines behind a mark of export are aligned with it.
     source = EXPORTED.sub(
         lambda match: re.sub(r"\n {%d}(?= )" % len("SMP_API "), "\n", match.group(1)), source)
     return IGNORED.sub("", TORCH_ARG.sub(r"\1 \2", source))
@@ -156,7 +160,7 @@ class Header:
         entries[-1].code[-1] += "  // " + text
 
     def read(self, node, doc):
-        """What a node declares; None if it is nothing that users see."""
+        """The declaration of a node; None if it is nothing that users see."""
         doc = textwrap.dedent(doc)
         if node.type == "namespace_definition" and doc:
             return Entry([], doc, ["namespace " + node.child_by_field_name("name").text.decode()])
@@ -299,8 +303,24 @@ def pages(root):
         for name in files:
             lines += ["## smp/%s" % name, ""] + render(headers[name], names, level=3)
         result[page_path(title)] = "\n".join(lines)
+    result[INDEX] = index_of(headers)
     return result
 
 
+def index_of(headers):
+    """The page that lists the others, with the types and functions of each."""
+    lines = ["# Reference", "", "Every public declaration, by header. `#include \"smp/smp.h\"` has "
+             "those of the core, `smp/optim.h` the optimizers, `smp/nn.h` the divided layers.", "",
+             "| page | headers | declares |", "|---|---|---|"]
+    for title, files in PAGES.items():
+        names = sorted({name for file in files for entry in headers[file]
+                        for name in entry.names or [entry.type_name] if name})
+        lines.append("| [%s](%s) | %s | %s |" % (
+            title, os.path.relpath(page_path(title), FOLDER),
+            " ".join("`smp/%s`" % file for file in files),
+            ", ".join("`%s`" % name for name in names)))
+    return "\n".join(lines) + "\n"
+
+
 def navigation():
-    return [{title: page_path(title)} for title in PAGES]
+    return [{"All headers": INDEX}] + [{title: page_path(title)} for title in PAGES]

@@ -167,7 +167,7 @@ Section optimizer_of(CheckpointSource& source) {
   return section;
 }
 
-/// What is no tensor, value by value: "extra/scheduler/lr: 0.1 against 0.2".
+/// Compares all but tensors, value by value: "extra/scheduler/lr: 0.1 against 0.2".
 void compare_values(const std::string& path, const nlohmann::json& a, const nlohmann::json& b,
                     std::vector<std::string>& lines) {
   if (a == b) return;

@@ -14,7 +14,7 @@ namespace smp::tools {
 
 /// How a model is written to another place.
 struct Conversion {
-  std::optional<at::ScalarType> dtype = {};  ///< of floating point tensors; none: as they are
+  std::optional<at::ScalarType> dtype = {};  ///< type of floating point tensors; none: as they are
   bool model_only = false;                   ///< leave the optimizer out
   int64_t shards = 1;                        ///< files, for a checkpoint
 };

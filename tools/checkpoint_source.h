@@ -14,7 +14,7 @@
 
 namespace smp::tools {
 
-/// The model of a checkpoint's folder, or what a safetensors file or a state dictionary holds.
+/// The model of a checkpoint's folder, or the tensors of a safetensors file or a state dictionary.
 class CheckpointSource {
  public:
   /// Throws CheckpointError if `path` is none of these.
@@ -35,7 +35,7 @@ class CheckpointSource {
   std::string path_;
   std::unique_ptr<checkpoint::Reader> reader_;
   std::unique_ptr<checkpoint::SafetensorsReader> file_;
-  std::map<std::string, at::Tensor> state_;  // of a state dictionary
+  std::map<std::string, at::Tensor> state_;  // tensors of a state dictionary
   std::map<std::string, std::string> aliases_;
   std::vector<checkpoint::NamedSpec> tensors_;
 };

@@ -8,11 +8,11 @@
 
 namespace smp::tools {
 
-/// One line for each checkpoint in `folder`, the oldest first: name, step, size, what it holds. The
+/// One line for each checkpoint in `folder`, the oldest first: name, step, size, content. The
 /// newest is marked. Throws CheckpointError.
 std::string list_checkpoints(const std::string& folder);
 
-/// What a checkpoint or safetensors file holds; with `tensors` each one's name, type, shape and
+/// The content of a checkpoint or safetensors file; with `tensors` each one's name, type, shape and
 /// file.
 nlohmann::ordered_json describe(CheckpointSource& source, bool tensors);
 std::string to_text(const nlohmann::ordered_json& description);

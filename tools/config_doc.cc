@@ -129,7 +129,7 @@ std::string first_sentence(const std::string& text) {
   return text.substr(0, (text + " ").find(". "));
 }
 
-/// The parameters with which most programs get along, each with what it is about.
+/// The parameters with which most programs get along, each with its subject.
 std::string table_of_the_first() {
   constexpr std::array kFirst{"partitions", "microbatches", "ddp", "tensor_parallel_degree",
                               "optimize",   "pipeline"};

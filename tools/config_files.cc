@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes what follows from core/schema_table.cc: docs/configuration.md and a part of smp/config.h.
+// Writes the texts that follow from core/schema_table.cc: docs/configuration.md and a part of
+// smp/config.h.
 //
 //   bazel run //tools:config_files
 

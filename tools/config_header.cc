@@ -116,7 +116,7 @@ std::string entry(const Parameter& parameter) {
   std::string text;
   if (values.size() > 1) {
     const std::string type = camel_case(parameter.name);
-    text += "  /// What `" + parameter.name + "` can be.\n" + enumeration(type, values);
+    text += "  /// The values of `" + parameter.name + "`.\n" + enumeration(type, values);
     text += comment(parameter.doc + " " + default_text(parameter));
     text += function("Config& " + parameter.name + "(" + type + " value)",
                      "return choose(" + quoted(parameter.name) + ", static_cast<size_t>(value));");

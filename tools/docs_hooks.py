@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What mkdocs asks while it builds the site: pages that are made of other files of the repository.
+"""Hooks that mkdocs calls while it builds the site: pages made of other files of the
+repository.
 
 The front page is README.md; the reference is written from the public headers (api_reference.py);
 each folder of examples is a page.
@@ -28,7 +29,7 @@ def load_reference():
 
 
 def outside_of_code(change, markdown):
-    """`markdown` with `change` applied to what is not in blocks of code."""
+    """`markdown` with `change` applied outside of blocks of code."""
     result, end = "", 0
     for fence in FENCE.finditer(markdown):
         result += change(markdown[end:fence.start()]) + fence.group()
@@ -66,8 +67,16 @@ def example_of(link, here, files):
     return os.path.relpath(page.src_uri, here or ".") + anchor
 
 
+def version_of(root):
+    """The version in smp/version.h, such as 1.2.3."""
+    with open(os.path.join(root, "smp/version.h"), encoding="utf-8") as file:
+        return ".".join(re.findall(r"^#define SMP_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)$", file.read(),
+                                   re.MULTILINE))
+
+
 def on_config(config):
     root = os.path.dirname(config.config_file_path)
+    config.site_name += " " + version_of(root)
     config.nav.append({"Examples": [{os.path.basename(path)[:-3]: path}
                                     for path in example_pages(root)]})
     config.nav.append({"Reference": load_reference().navigation()})

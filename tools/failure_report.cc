@@ -45,8 +45,8 @@ std::string without_message(int rank, const std::string& how, const Failure* wit
                                        witness->message, "\n", cause);
 }
 
-// The rank that waited for nobody, at the end of the chain that begins with `first`; nothing where
-// ranks waited for each other in a circle.
+// The rank that did not wait, at the end of the chain that begins with `first`; nothing where ranks
+// waited for each other in a circle.
 std::optional<int> end_of_chain(const Failures& failures, const Failure& first) {
   std::set<int> seen{first.rank};
   for (const Failure* at = &first;;) {
@@ -75,8 +75,8 @@ std::string signal_text(int signal) {
   return c10::str("signal ", signal, " (", strsignal(signal), ")");
 }
 
-// Reads a text from its begin. What ranks print lies between the lines of mpirun, so any length and
-// any character may come.
+// Reads a text from its begin. The ranks' output lies between the lines of mpirun, so any length
+// and any character may come.
 class Scanner {
  public:
   explicit Scanner(std::string_view rest) : rest_(rest) {}

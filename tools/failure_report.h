@@ -16,15 +16,16 @@ struct EndedRank {
   std::string how;  ///< "was ended by signal 9 (Killed)", "ended with exit status 7"
 };
 
-/// What mpirun's standard error says of it.
+/// The rank that has ended, in mpirun's standard error.
 std::optional<EndedRank> ended_rank(const std::string& mpirun_says);
 
-/// What a launcher says last of a job that has failed: a line that names the first cause, after one
-/// that quotes who noticed where the rank itself has left no message. `failures` in their order.
+/// The launcher's last words about a job that has failed: a line that names the first cause, after
+/// one that quotes who noticed where the rank itself has left no message. `failures` in their
+/// order.
 ///
 /// A rank that failed by itself is the cause. Else it is one whose process has ended. Else ranks
 /// waited for each other in vain: the chain from the one that gave up first leads to a rank that
-/// waited for nobody, which that one has seen, or which the messages tell.
+/// did not wait, which that one has seen, or which the messages tell.
 std::string failure_report(const std::vector<core::Failure>& failures, const ProcessResult& result);
 
 /// The line of a job that a signal to the launcher has stopped: "smprun: stopped by signal 15

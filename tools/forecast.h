@@ -22,12 +22,12 @@ struct Forecast : runtime::PlannedStep {
   double step_us() const { return simulation.makespan; }
 };
 
-/// Makes the schedule of the plan and runs it in virtual time. `file` is what `read_schedule` gave;
-/// `graph` is in the plan's order.
+/// Makes the schedule of the plan and runs it in virtual time. `file` is the result of
+/// `read_schedule`; `graph` is in the plan's order.
 Forecast forecast(const Config& config, const std::string& file, const graph::Graph& graph,
                   partitioner::Plan plan, int ranks, const partitioner::StepModel& model);
 
-/// As `runtime::step_model`, with the costs of the file that `cost_model` names. Throws
+/// The same as `runtime::step_model`, with the costs of the file that `cost_model` names. Throws
 /// `ConfigError` where it asks to measure, since nothing runs.
 partitioner::StepModel step_model(const Config& config, const graph::Graph& graph, int ranks,
                                   int microbatches, int replicas);

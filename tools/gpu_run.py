@@ -27,6 +27,8 @@ import threading
 import time
 import traceback
 
+from gpu_report import Report, Tests, ending, rows_of, text_of
+
 HERE = pathlib.Path(__file__).resolve().parent
 GROUPS = ("find", "speed", "deep")
 TESTS = ("cuda_test", "foreach_test", "parity_test", "models_test", "process_test_program")
@@ -34,10 +36,8 @@ PROGRAMS = (*TESTS, "gpt", "gpu")
 AT_ONCE = 4  # programs that share the GPU while no time is measured
 GRACE = 5  # seconds that the other ranks of a job have when one has failed
 STACKS = 40  # seconds that a debugger has
-AGAIN = 45  # seconds for what failed in `find`
+AGAIN = 45  # seconds for the failures of `find`
 LEAST = 2  # seconds with which a program is worth starting
-KEPT = 400_000  # bytes of each output in the log
-LOG = 15_000_000  # bytes that the log should not exceed
 
 # Ways of `bench:gpu --count STEPS WAY`, and the names that their rows have without --count.
 WAYS = {"plain": "GPT, plain libtorch", "1": "GPT, 1 rank", "1g": "GPT, 1 rank, CUDA graphs",
@@ -61,7 +61,7 @@ print(f"{gpus} x {torch.cuda.get_device_name(0) if gpus else 'no GPU'}, torch {t
 
 
 class Check:
-    """A program, on the processes of a job, and what is expected of it.
+    """A program, on the processes of a job, and the expectations of it.
 
     `kind` is how its output is read: "tests" of GoogleTest, a "bench" that prints values, a
     "program" of which the exit status counts, a "quick" check that has a row only if it fails, a
@@ -96,135 +96,6 @@ class Outcome:
         return text + self.stacks[-kept:]
 
 
-def ending(statuses):
-    """Which ranks did not end well, and how; '' if all did."""
-    if not statuses:
-        return "no time was left"
-    words = []
-    for rank, status in enumerate(statuses):
-        if status != 0:
-            word = ("hung" if status is None else
-                    f"exit status {status}" if status > 0 else f"signal {-status}")
-            words.append(word if len(statuses) == 1 else f"rank {rank}: {word}")
-    return ", ".join(words)
-
-
-def text_of(output):
-    return output.decode(errors="replace")
-
-
-def values_of(outputs):
-    """The rows of the lines 'name<TAB>value<TAB>unit' of the first rank."""
-    lines = text_of(outputs[0]).splitlines() if outputs else []
-    fields = [line.split("\t") for line in lines if line.count("\t") == 2]
-    return [(name, f"{value} {unit}".strip(), "") for name, value, unit in fields]
-
-
-class Tests:
-    """Results that GoogleTest printed, so that it counts for a program that was killed, too."""
-
-    def __init__(self, outputs):
-        states = {}
-        for output in outputs:
-            for state, name in re.findall(
-                    r"\[ +(RUN|OK|FAILED|SKIPPED) +\] ([^\s,]+\.[^\s,]+)", text_of(output)):
-                if states.get(name) != "FAILED":
-                    states[name] = state
-        self.passed, self.skipped, self.failed, self.unfinished = (
-            [name for name, state in states.items() if state == wanted]
-            for wanted in ("OK", "SKIPPED", "FAILED", "RUN"))
-
-    def __str__(self):
-        text = f"{len(self.passed)} passed"
-        if self.skipped:
-            text += f", {len(self.skipped)} skipped"
-        if self.failed:
-            text += f", {len(self.failed)} failed: " + ", ".join(self.failed)
-        if self.unfinished:
-            text += ", not ended: " + ", ".join(self.unfinished)
-        return text
-
-
-def rows_of_tests(outcome, end):
-    tests = Tests(outcome.outputs)
-    result = f"{tests} ({end})" if end else str(tests)
-    rows = [(outcome.check.name, result, f"{outcome.seconds:.0f}")]
-    return rows + values_of(outcome.outputs), bool(not end and tests.passed and not tests.failed)
-
-
-def rows_of_bench(outcome, end):
-    rows = values_of(outcome.outputs)
-    well = bool(rows) and not end
-    if not well:
-        rows.append((outcome.check.name, end or "no values", f"{outcome.seconds:.0f}"))
-    return rows, well
-
-
-def rows_of_program(outcome, end):
-    rows = [(outcome.check.name, end or "passed", f"{outcome.seconds:.0f}")]
-    return rows + values_of(outcome.outputs), not end
-
-
-def rows_of_quick(outcome, end):
-    return [(outcome.check.name, end, f"{outcome.seconds:.0f}")] if end else [], not end
-
-
-def rows_of_libraries(outcome, end):
-    """Rows of what `ldd` does not find."""
-    lines = text_of(b"".join(outcome.outputs)).splitlines()
-    missing = [line.strip() for line in lines if "not found" in line]
-    return rows_of_quick(outcome, end or "; ".join(missing))
-
-
-def rows_of_lines(outcome, end):
-    lines = text_of(b"".join(outcome.outputs)).splitlines()
-    results = [end] if end else lines
-    return [(outcome.check.name, result, "") for result in results], not end
-
-
-READERS = {"tests": rows_of_tests, "bench": rows_of_bench, "program": rows_of_program,
-           "quick": rows_of_quick, "libraries": rows_of_libraries, "lines": rows_of_lines}
-
-
-def rows_of(outcome):
-    """Rows of the table (what, result, seconds), and whether all is well."""
-    return READERS[outcome.check.kind](outcome, ending(outcome.statuses))
-
-
-def table(machine, rows):
-    """The rows in Markdown."""
-    lines = [machine, "", "| what | result | seconds |", "|---|---|---|"]
-    for row in rows:
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    return "\n".join(lines) + "\n"
-
-
-class Report:
-    """Writes what is known at any time: table.md and log.txt."""
-
-    def __init__(self, out):
-        out.mkdir(parents=True, exist_ok=True)
-        self.out, self.machine, self.rows, self.well = out, "", [], True
-        self.lock = threading.Lock()
-        self.log = open(out / "log.txt", "wb", buffering=0)
-
-    def add(self, outcome):
-        rows, well = rows_of(outcome)
-        room = max(10_000, (LOG - self.log.tell()) // 10)
-        self.write(rows, well, outcome.log(min(KEPT, room)))
-
-    def write(self, rows, well=True, text=b""):
-        with self.lock:
-            self.log.write(text)
-            self.rows += rows
-            self.well &= well
-            new = self.out / "table.new"
-            new.write_text(table(self.machine, self.rows))
-            new.replace(self.out / "table.md")
-            for row in rows:
-                print(": ".join(filter(None, row)), flush=True)
-
-
 class Processes:
     """All processes that are under way, each the leader of a group, to be ended with its group."""
 
@@ -243,7 +114,7 @@ class Processes:
 
     def end(self, process):
         with self.lock:
-            kill_group(process.pid)  # also what it has left behind
+            kill_group(process.pid)  # also the processes it has left behind
             self.groups.discard(process.pid)
         try:
             process.wait(10)
@@ -271,7 +142,7 @@ def tool(name):
 
 
 def kernel_stacks(group):
-    """What the kernel knows of each thread of a group's processes: its name, and where it waits."""
+    """The kernel's view of each thread of a group's processes: its name, and where it waits."""
     lines = []
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
@@ -356,7 +227,7 @@ class Bundle:
         return Outcome(check, statuses, outputs, seconds, stacks)
 
     def stacks(self, pid, deadline):
-        """Stacks by CUDA's debugger, and what the kernel says where there is none or it hangs."""
+        """Stacks by CUDA's debugger, and the kernel's view where there is none or it hangs."""
         command = [tool("cuda-gdb"), "-batch", "-nx", "-p", pid, "-ex", "set pagination off",
                    "-ex", "thread apply all bt 30"]
         limit = min(STACKS, max(10, deadline - time.monotonic()))
@@ -467,7 +338,7 @@ def find_checks(bundle, gpus, cases):
 
 
 def failed_checks(outcomes):
-    """What failed, once more: one check for each program, with the launch that fails named."""
+    """The failures once more: one check for each program, with the launch that fails named."""
     programs = {}
     for outcome in outcomes:
         if outcome.statuses and not rows_of(outcome)[1]:
@@ -493,7 +364,7 @@ def card_check(when):
 
 
 def calls_of(outcome):
-    """How often each function of CUDA was called, of what count_calls.so prints."""
+    """How often each function of CUDA was called, from the output of count_calls.so."""
     lines = re.findall(r"count_calls (\w+) (\d+)\n", text_of(b"".join(outcome.outputs)))
     return {name: int(count) for name, count in lines}
 
@@ -535,7 +406,7 @@ class Run:
                                       traceback.format_exc().encode())
 
     def machine(self):
-        """Puts what the machine is at the head of the table, and returns the number of its GPUs."""
+        """Puts the machine at the head of the table, and returns the number of its GPUs."""
         [outcome] = self.block([
             Check("torch", [sys.executable, "-c", MACHINE], 60, kind="quick", native=False)])
         lines = text_of(outcome.outputs[0]).splitlines() if outcome.outputs else []

@@ -7,10 +7,10 @@
 
 namespace smp::tools {
 
-/// What two runs computed alike.
+/// The results that two runs have in common.
 struct HashComparison {
   bool are_equal = true;
-  std::string text;  ///< for people: what was compared, or the first difference
+  std::string text;  ///< for people: the compared logs, or the first difference
 };
 
 /// Compares two logs of hashes: the first tensor that differs, by step (in `a`'s order), microbatch

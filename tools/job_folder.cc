@@ -77,7 +77,7 @@ int lock_of_the_dead(const std::string& folder) {
 }
 
 void remove_all_but_the_marker(const std::string& folder) {
-  std::error_code ignored;  // what cannot be removed is what the folder is kept for
+  std::error_code ignored;  // the folder is kept for files that cannot be removed
   for (const auto& entry : fs::directory_iterator(folder, ignored)) {
     if (entry.path().filename() != kMarker) fs::remove_all(entry.path(), ignored);
   }

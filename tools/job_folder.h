@@ -5,9 +5,9 @@
 
 namespace smp::tools {
 
-/// A private folder of `parent` that goes away with this object: "smprun-" and some letters. What a
-/// launcher that was killed could not remove, the next one of this user removes: by a file
-/// "launcher" that says whose it is, and that goes last.
+/// A private folder of `parent` that goes away with this object: "smprun-" and some letters. The
+/// next launcher of this user removes the folders of killed ones: a file "launcher", which goes
+/// last, says whose they are.
 class JobFolder {
  public:
   /// Throws `smp::Error` that ends with `advice` when there can be none.
@@ -20,7 +20,7 @@ class JobFolder {
 
  private:
   std::string path_;
-  int lock_ = -1;  // held as long as the folder is somebody's
+  int lock_ = -1;  // held as long as the folder is in use
 };
 
 }  // namespace smp::tools

@@ -17,16 +17,16 @@ bool is_on_this_host(const LaunchOptions& options, const LaunchContext& context)
 /// How one start of the ranks went, as far as is known.
 struct JobRun {
   ProcessResult result;
-  std::string report;                      ///< of its failure; empty: it has not failed
+  std::string report;                      ///< report of its failure; empty: it has not failed
   std::optional<core::JobProgress> noted;  ///< how far it came
   std::optional<Config> config;            ///< that was in effect, if rank 0 could note it
-  std::string planned_recovery;            ///< by what the launcher knows
+  std::string planned_recovery;            ///< recovery as far as the launcher knows
   int ranks = 0;
   /// Whether it has stopped by itself because it was asked to.
   bool is_preempted = false;
 
   std::string recovery() const { return config ? config->recovery() : planned_recovery; }
-  /// What the launcher says last of a job that is preempted.
+  /// The launcher's last words about a job that is preempted.
   std::string preemption_report() const;
 };
 

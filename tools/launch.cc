@@ -20,7 +20,7 @@ using core::Distribution;
 using core::kFailureDirVariable;
 using core::kParametersVariable;
 
-// As torchrun chooses.
+// The number that torchrun chooses.
 constexpr const char* kThreadsVariable = "OMP_NUM_THREADS";
 constexpr const char* kMasterPort = "29500";
 
@@ -43,7 +43,7 @@ std::optional<Distribution> find_distribution(const LaunchOptions& options,
   return std::nullopt;
 }
 
-/// What the ranks are told when the job goes on in another layout.
+/// Puts the new layout into the configuration when the job goes on in another one.
 void put_into(const Layout& layout, std::optional<Distribution>& distribution) {
   if (!distribution) distribution.emplace();
   std::string& json = distribution->parameters_json;
@@ -51,7 +51,7 @@ void put_into(const Layout& layout, std::optional<Distribution>& distribution) {
   distribution->config = Config::from_json(json, kParametersVariable);
 }
 
-// What the configuration does not say, the program may set.
+// Sizes that the configuration does not set, the program may set.
 void check_size(Config config, int ranks) {
   if (!config.is_set("ddp")) config.ddp(true);
   if (!config.ddp() && !config.is_set("partitions")) config.partitions(ranks);
@@ -163,7 +163,7 @@ bool is_on_one_host(const MpirunArguments& mpirun, const LaunchContext& context,
   return true;
 }
 
-/// What MPI leaves when it is killed goes away with the job's folders. Without messages to other
+/// MPI's leftovers go away with the job's folders when it is killed. Without messages to other
 /// hosts no rank listens to the network.
 void keep_to_this_host(MpirunArguments& mpirun, const LaunchContext& context) {
   mpirun.add_mca("btl", "vader,self");
@@ -187,7 +187,7 @@ std::vector<std::string> custom_options(const LaunchOptions& options,
                                                : ": \"mpi.custom_mpi_options\": "));
 }
 
-/// mpirun with what concerns the machine and the hosts.
+/// mpirun with the options about the machine and the hosts.
 MpirunArguments begin_mpirun(const LaunchOptions& options, const LaunchContext& context,
                              const std::vector<Host>& hosts, int ranks,
                              std::vector<std::string> custom) {
@@ -206,7 +206,7 @@ MpirunArguments begin_mpirun(const LaunchOptions& options, const LaunchContext& 
   return mpirun;
 }
 
-/// Of the user's options of mpirun those that do not say how many processes run where.
+/// The user's options of mpirun that do not say how many processes run where.
 std::vector<std::string> without_mapping(const std::vector<std::string>& options) {
   static const std::set<std::string> kMapping = {
       "np",         "n",      "c",        "N",           "npernode",
@@ -225,8 +225,8 @@ std::vector<std::string> without_mapping(const std::vector<std::string>& options
   return result;
 }
 
-/// A program on each of some hosts, once. What mpirun says of a host that does not answer is long,
-/// and its wait for one is longer.
+/// A program on each of some hosts, once. The text of mpirun about a host that does not answer is
+/// long, and its wait for one is longer.
 LaunchCommand on_each(const LaunchOptions& options, const LaunchContext& context,
                       std::vector<Host> hosts, const std::vector<std::string>& program) {
   for (Host& host : hosts) host.ranks = 1;

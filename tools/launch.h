@@ -14,7 +14,7 @@
 
 namespace smp::tools {
 
-/// What the user asked `smprun` for.
+/// The user's request to `smprun`.
 struct LaunchOptions {
   /// The file with the configuration; empty for none.
   std::string config_file;
@@ -38,7 +38,7 @@ struct LaunchOptions {
   std::vector<std::string> program;
 };
 
-/// What the launcher knows about the machine and the caller.
+/// The launcher's knowledge of the machine and the caller.
 struct LaunchContext {
   /// The caller's `SM_HP_MP_PARAMETERS`, if set.
   std::optional<std::string> parameters;
@@ -49,12 +49,12 @@ struct LaunchContext {
   /// The folder that outlives the processes of the job, see `core::kRecoveryDirVariable`; empty for
   /// none.
   std::string recovery_dir;
-  /// The job's own folder in memory, for what MPI shares between ranks of this host; empty for
-  /// none.
+  /// The job's own folder in memory, for memory that MPI shares between ranks of this host; empty
+  /// for none.
   std::string memory_dir;
-  /// In place of what the configuration and the command line say; nothing at the first start.
+  /// Replaces that of the configuration and the command line; nothing at the first start.
   std::optional<Layout> layout;
-  /// What a job that is started again is told; nothing at the first start.
+  /// The news for a job that is started again; nothing at the first start.
   std::optional<core::Restart> restart;
   /// False when standard output is a pipe or a file. mpirun gives every rank a terminal of its own,
   /// so programs would not notice; they are told by TERM=dumb.
@@ -63,7 +63,7 @@ struct LaunchContext {
   bool backtraces = true;
   /// The hosts of the SLURM job that the launcher runs in; empty outside of one.
   std::vector<Host> slurm_hosts;
-  /// What this host is called; empty: not known.
+  /// Name of this host; empty: not known.
   std::string host_name;
   /// Whether mpirun may know of other hosts: another scheduler's, or those of a file.
   bool mpirun_knows_hosts = false;
@@ -82,7 +82,7 @@ struct LaunchContext {
 /// A command as an argument vector; no shell is involved.
 struct LaunchCommand {
   int ranks = 0;  ///< that it starts
-  // Of the configuration, as far as the launcher knows it:
+  // Parts of the configuration, as far as the launcher knows them:
   std::string recovery = "off";
   double timeout_seconds = 0;
   double preempt_seconds = 0;
@@ -95,16 +95,17 @@ struct LaunchCommand {
   std::vector<std::pair<std::string, std::string>> environment;
 };
 
-/// Reads `options.config_file` if it is a pipe, as the shell's <(command) and /dev/stdin are, for at
-/// most a minute. Throws `ConfigError`. Ranks are given the content; they do not open it.
+/// Reads `options.config_file` if it is a pipe, as the shell's <(command) and /dev/stdin are, for
+/// at most a minute. Throws `ConfigError`. Ranks are given the content; they do not open it.
 void read_config_pipe(LaunchOptions& options);
 
 /// Checks the configuration and makes the mpirun command. The number of ranks is `options.np`, else
-/// what the hosts take, else mpi.processes_per_host of the file, else the product of "partitions",
-/// "tensor_parallel_degree" and "sharded_data_parallel_degree". A host that is named without a
-/// number takes mpi.processes_per_host ranks, else one. With the strategy of data parallelism the
-/// ranks get the address where c10d's meet, the first host's. Throws `ConfigError` with the texts
-/// of docs/configuration.md, and when both a file and `context.parameters` are given.
+/// the places of the hosts, else mpi.processes_per_host of the file, else the product of
+/// "partitions", "tensor_parallel_degree" and "sharded_data_parallel_degree". A host that is named
+/// without a number takes mpi.processes_per_host ranks, else one. With the strategy of data
+/// parallelism the ranks get the address where c10d's meet, the first host's. Throws `ConfigError`
+/// with the texts of docs/configuration.md, and when both a file and `context.parameters` are
+/// given.
 LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& context);
 
 /// How long the ranks have until all are in `smp::init`; 0: any time. By default ten minutes, or
@@ -114,13 +115,13 @@ std::chrono::seconds start_limit(const LaunchOptions& options, const LaunchComma
 /// The hosts that the job is started on; empty: this one. Throws as above.
 std::vector<Host> hosts_of(const LaunchOptions& options, const LaunchContext& context);
 
-/// What fails, and within half a minute, if one of `hosts` does not start a program of the job's
-/// user. Throws as above.
+/// The command that fails, and within half a minute, if one of `hosts` does not start a program of
+/// the job's user. Throws as above.
 LaunchCommand plan_probe(const LaunchOptions& options, const LaunchContext& context,
                          const std::vector<Host>& hosts);
 
-/// What removes the folder `context.recovery_dir`, which the launcher made for its job, on `hosts`.
-/// Throws as above.
+/// The command that removes the folder `context.recovery_dir`, which the launcher made for its job,
+/// on `hosts`. Throws as above.
 LaunchCommand plan_removal(const LaunchOptions& options, const LaunchContext& context,
                            const std::vector<Host>& hosts);
 
@@ -134,7 +135,7 @@ std::string shell_quoted(const std::string& text);
 /// The command as a line that can be pasted into a POSIX shell.
 std::string shell_text(const LaunchCommand& command);
 
-/// What the exit status of mpirun (0 to 255) says about how the ranks ended.
+/// The meaning of mpirun's exit status (0 to 255): how the ranks ended.
 std::string explain_exit(int exit_status);
 
 }  // namespace smp::tools

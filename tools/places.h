@@ -16,7 +16,7 @@ namespace smp::tools {
 /// More ranks than any host takes.
 constexpr int kMostRanks = core::Topology::kMostRanks;
 
-/// Where a job that is started again finds its places. Uses what it is given as long as it is
+/// Where a job that is started again finds its places. Uses the given places as long as they are
 /// there.
 class Places {
  public:

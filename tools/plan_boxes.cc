@@ -79,7 +79,7 @@ std::vector<Box> joined(const std::vector<Box>& boxes, int length) {
   return result;
 }
 
-/// As many levels of modules as fit; see `make_boxes`.
+/// Groups by as many levels of modules as fit; see `make_boxes`.
 std::vector<Box> group(const Graph& graph, const Plan& plan, size_t limit) {
   int depth = 1;
   for (const auto& op : graph.operators) depth = std::max(depth, depth_of(op.scope));

@@ -16,7 +16,7 @@ struct Box {
   std::string name;  ///< "blocks.3.attention", "blocks.0-2" or "(step function)"
   int first = 0;     ///< operators [first, last]
   int last = 0;
-  double share = 0;  ///< of the whole graph's time; of its operators if no time was measured
+  double share = 0;  ///< part of the whole graph's time; of its operators if no time was measured
 
   int operators() const { return last - first + 1; }
 };
@@ -30,7 +30,7 @@ struct BoxEdge {
   int64_t gradient_bytes = 0;  ///< that come back
 };
 
-/// What a picture of a plan shows: at most about `limit` boxes, in program order.
+/// The content of a picture of a plan: at most about `limit` boxes, in program order.
 struct Boxes {
   std::vector<Box> boxes;
   std::vector<int> box_of_operator;

@@ -13,7 +13,7 @@
 namespace smp::tools {
 
 /// The plan for people, given the graph in its order: the partitioner's report; per stage times and
-/// memory; what crosses each edge; the cuts; the predicted step.
+/// memory; the values that cross each edge; the cuts; the predicted step.
 std::string to_text(const graph::Graph& graph, const Forecast& forecast);
 
 /// The same as JSON. Times are in us, sizes in bytes; docs/partitioning.md describes it.

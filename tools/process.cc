@@ -53,7 +53,7 @@ std::vector<char*> pointers(std::vector<std::string>& words) {
   return all;
 }
 
-// Passes on what comes through a pipe, and keeps the end of it.
+// Passes on the bytes of a pipe, and keeps the end of it.
 class ErrorPipe {
  public:
   ErrorPipe() { SMP_INTERNAL_ASSERT(pipe2(ends_, O_CLOEXEC) == 0, std::strerror(errno)); }
@@ -106,7 +106,7 @@ class ErrorPipe {
 
   int ends_[2];
   std::atomic<bool> ended_{false};
-  std::string tail_;  // of the thread, until it has ended
+  std::string tail_;  // tail of the output, the thread's until it has ended
   std::thread thread_;
 };
 
@@ -128,7 +128,7 @@ Start start_of(const LaunchCommand& command, const sigset_t& mask) {
 // In the child: becomes the command. Returns only if it cannot.
 void become(char* const* arguments, char** environment, const Start& start, pid_t parent,
             int errors) {
-  // The launcher may be killed by what it cannot catch; the ranks shall not outlive it.
+  // The launcher may be killed by a signal that it cannot catch; the ranks shall not outlive it.
   prctl(PR_SET_PDEATHSIG, start.ending);
   if (getppid() != parent) _exit(1);
   sigprocmask(SIG_SETMASK, &start.mask, nullptr);
@@ -174,10 +174,11 @@ using Clock = std::chrono::steady_clock;
 
 // How long a command that was told to end may take; mpirun takes some seconds.
 constexpr std::chrono::seconds kLongestEnd{30};
-// How long what it has left may take by itself: ranks see within two seconds that mpirun is gone.
+// How long processes that it has left may take by themselves: ranks see within two seconds that
+// mpirun is gone.
 constexpr std::chrono::seconds kLongestFarewell{3};
 
-// The signal that comes first until then, and what sent it; 0: none.
+// The signal that comes first until then, and its sender; 0: none.
 int next_signal(const sigset_t& signals, std::optional<Clock::time_point> deadline,
                 siginfo_t& info) {
   for (;;) {
@@ -195,7 +196,7 @@ int next_signal(const sigset_t& signals, std::optional<Clock::time_point> deadli
   }
 }
 
-// Waits for a command, with what there is to do meanwhile.
+// Waits for a command and works meanwhile.
 class RunningCommand {
  public:
   RunningCommand(const Supervision& supervision, pid_t child, int ending_signal)
@@ -269,7 +270,7 @@ class RunningCommand {
     if (!kill_) kill_ = Clock::now() + kLongestEnd;
   }
 
-  // All that have ended, also what the command has left.
+  // All that have ended, also those that the command has left.
   void reap() {
     int status = 0;
     for (pid_t ended = 0; (ended = waitpid(-1, &status, WNOHANG)) > 0;) {
@@ -308,7 +309,7 @@ bool is_own_child(const std::string& process) {
   return words && state != 'Z' && parent == getpid() && session == getsid(0);
 }
 
-// What a command has left behind: those that it started have its variables.
+// Processes left behind by a command: those that it started have its variables.
 std::vector<pid_t> processes_left(const std::string& variable) {
   const std::string entry = std::string(1, '\0') + variable + '\0';
   std::vector<pid_t> left;
@@ -323,12 +324,12 @@ std::vector<pid_t> processes_left(const std::string& variable) {
   return left;
 }
 
-// With its process group, if it has one, which mpirun gives each rank.
+// Ends a process with its process group, if it has one, which mpirun gives each rank.
 void end_process(pid_t process) {
   if (::kill(-process, SIGKILL) != 0) ::kill(process, SIGKILL);
 }
 
-// Waits for what a command has left, and ends it when that takes too long.
+// Waits for processes that a command has left, and ends them when that takes too long.
 void end_processes_left(const LaunchCommand& command) {
   constexpr std::chrono::milliseconds kBetweenLooks{20};
   if (command.environment.empty()) return;
@@ -405,7 +406,7 @@ ProcessResult CommandRunner::run(const LaunchCommand& command, const Supervision
   ProcessResult result = RunningCommand(supervision, child, start.ending).wait(signals);
   if (result.exit_status != 0 || result.forwarded_signal != 0) end_processes_left(command);
   result.error_tail = errors.finish();
-  // As a shell says of a command that a signal has ended.
+  // Shells report a command that a signal has ended like this.
   if (result.forwarded_signal != 0) result.exit_status = 128 + result.forwarded_signal;
   if (!result.ended_because.empty()) result.exit_status = std::max(result.exit_status, 1);
   return result;

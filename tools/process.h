@@ -29,7 +29,7 @@ struct ProcessResult {
   std::string error_tail;
 };
 
-/// What there is to do while a command runs.
+/// The work to do while a command runs.
 struct Supervision {
   /// After how long `why_late` is called, once; 0: never.
   std::chrono::seconds start_limit{0};
@@ -44,7 +44,7 @@ struct Supervision {
 void check_program(const std::string& program);
 
 /// Runs commands, one after the other. From its construction to the end of the process SIGINT,
-/// SIGTERM and SIGHUP wait until a command runs or somebody waits for them, so none is lost between
+/// SIGTERM and SIGHUP wait until a command runs or a thread waits for them, so none is lost between
 /// two commands; those that were ignored before still are. Processes that a command leaves behind
 /// become this one's. One in a process, used by its only thread.
 class CommandRunner {
@@ -53,10 +53,10 @@ class CommandRunner {
 
   /// Runs the command, found in PATH, and waits for it. Signals that this process receives
   /// meanwhile are sent on to it, except those of the terminal, which the command receives as well;
-  /// one that came before keeps it from being started. What it writes to its standard error is
-  /// passed on to that of this process. When it has failed, nothing is left of it: what it has
-  /// started ends with it, but for processes with a session of their own or without the first of
-  /// its variables. Throws `smp::Error` when the command cannot be started.
+  /// one that came before keeps it from being started. Its standard error is passed on to that of
+  /// this process. When it has failed, nothing is left of it: its children end with it, but for
+  /// processes with a session of their own or without the first of its variables. Throws
+  /// `smp::Error` when the command cannot be started.
   ProcessResult run(const LaunchCommand& command, const Supervision& supervision = {});
 
   /// The signal that comes within `time`; 0: none.
@@ -64,7 +64,7 @@ class CommandRunner {
 
  private:
   sigset_t ending_;    // the signals that end a job
-  sigset_t children_;  // what a command starts with
+  sigset_t children_;  // the signals with which a command starts
 };
 
 }  // namespace smp::tools

@@ -9,7 +9,7 @@
 
 namespace smp::tools {
 
-/// What `smprun` does after each failure of its job.
+/// The acts of `smprun` after each failure of its job.
 class Restarts {
  public:
   /// Starts the job again `most` times at most; nothing: as often as its `"recovery"` wants.
@@ -18,7 +18,8 @@ class Restarts {
 
   struct Decision {
     bool again = false;
-    std::string text;              ///< a line that says what happens and why; empty: nothing to say
+    std::string text;              ///< a line that tells the event and the reason; empty: nothing
+                                   ///< to say
     std::chrono::seconds wait{0};  ///< before the next start
   };
 
@@ -28,7 +29,7 @@ class Restarts {
   /// the next one can begin further on.
   Decision after(const std::optional<core::JobProgress>& noted, bool recovers = false);
 
-  /// What the next start of the job is told.
+  /// The news for the next start of the job.
   core::Restart next() const { return {restarts_, so_far_}; }
 
  private:

@@ -9,12 +9,12 @@
 
 namespace smp::tools {
 
-/// How a job lies on its ranks: what decides how many there are, and what must change with it for
-/// the numbers to stay.
+/// How a job lies on its ranks: the settings that decide their number, and those that must change
+/// with it for the results to stay.
 struct Layout {
   int ranks = 1;
   int64_t partitions = 1;
-  int64_t microbatches = 1;  ///< of a replica
+  int64_t microbatches = 1;  ///< microbatches of a replica
   int64_t gradient_shards = 1;
   int64_t tensor_parallel_degree = 1;
 

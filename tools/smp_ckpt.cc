@@ -31,7 +31,7 @@ constexpr int kFoundStatus = 1, kErrorStatus = 2;
 
 struct Options {
   std::string input;
-  std::string second;  ///< output, or what is compared
+  std::string second;  ///< output, or the file to compare with
   std::string dtype;
   std::string format = "text";
   bool tensors = false;

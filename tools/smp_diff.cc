@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// smp_diff: compares what two runs computed, operator by operator. docs/corruption.md
+// smp_diff: compares the results of two runs, operator by operator. docs/corruption.md
 
 #include <CLI/CLI.hpp>
 #include <exception>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// smprun: starts the ranks of a program with mpirun, and says last what failed first. Shows what
-// the ranks of running jobs do.
+// smprun: starts the ranks of a program with mpirun, and says last which failure came first. Shows
+// the actions of the ranks of running jobs.
 
 #include <unistd.h>
 
@@ -102,7 +102,7 @@ int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
   return status;
 }
 
-// What the environment says of mpirun.
+// Reads the environment's settings of mpirun.
 void read_environment_of_mpi(LaunchContext& context) {
   constexpr std::string_view kPrefix = "OMPI_MCA_";
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -110,7 +110,7 @@ void read_environment_of_mpi(LaunchContext& context) {
     if (text.substr(0, kPrefix.size()) != kPrefix) continue;
     context.mpi_parameters.emplace(text.substr(kPrefix.size(), text.find('=') - kPrefix.size()));
   }
-  // PBS, LSF and Grid Engine, and what all users of mpirun have.
+  // PBS, LSF and Grid Engine, and a setting for all users of mpirun.
   for (const char* name : {"PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_AFFINITY_HOSTFILE", "PE_HOSTFILE",
                            "OMPI_MCA_orte_default_hostfile", "OMPI_MCA_orte_hostfile"}) {
     context.mpirun_knows_hosts = context.mpirun_knows_hosts || smp::core::env(name);
@@ -139,7 +139,7 @@ int launch(const LaunchOptions& options, bool dry_run) {
   return run_with_restarts(options, std::move(context));
 }
 
-// Of the jobs of that name, or of all.
+// Shows the status of the jobs of that name, or of all.
 int show_status(const std::string& name, bool stacks) {
   int shown = 0;
   for (smp::core::JobStatus& job : smp::core::read_jobs()) {

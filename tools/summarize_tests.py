@@ -30,7 +30,7 @@ class Target:
     label: str
     ok: bool = False
     status: str = "did not run"
-    seconds: float = 0  # of all shards and attempts together
+    seconds: float = 0  # seconds of all shards and attempts together
     logs: dict = field(default_factory=dict)  # (run, shard) -> path of the last attempt's test.xml
 
 
@@ -56,7 +56,7 @@ def read_events(path):
 
 
 def collect_targets(events, name):
-    """The test targets that the run `name` wanted, by label, with what became of each."""
+    """The test targets that the run `name` wanted, by label, with their results."""
     targets = {}
 
     def target(event_id):
@@ -123,7 +123,7 @@ def count_target(target, counts):
 
 
 def why_run_failed(events):
-    """What Bazel itself says of the run as a whole: None, or why it failed."""
+    """The result of the run as a whole, from Bazel: None, or why it failed."""
     for event in events:
         if "buildFinished" in event.get("id", {}):
             # Zero is not written.
@@ -133,7 +133,7 @@ def why_run_failed(events):
 
 
 def count_run(events, name, counts):
-    """Adds what became of the run `name`; returns its targets."""
+    """Adds the results of the run `name`; returns its targets."""
     failed_before = counts.failed
     cases_before = counts.passed + counts.failed
     targets = collect_targets(events, name)

@@ -8,8 +8,8 @@
 #include <thread>
 #include <vector>
 
-/// What an all-reduce of float32 costs at least: two threads of one process, on buffers that both
-/// see, each of which adds its half of all buffers and writes the sum to all of them. Nothing is
+/// A lower bound of an all-reduce of float32: two threads of one process, on buffers that both see,
+/// each of which adds its half of all buffers and writes the sum to all of them. Nothing is
 /// synchronised but a flag for each.
 class Floor {
  public:

@@ -43,7 +43,7 @@ def write_input(folder):
 
 
 def train(rank, folder, mode):
-    """As `train` of gradients.cc."""
+    """The same as `train` of gradients.cc."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="29741")
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def compare(folder, mode):
     """Prints the largest differences; returns whether they are small."""
     worst, same = ("", 0.0), True
     for rank in range(RANKS):
-        # What C++ has pickled carries a type tag that torch.load takes for code.
+        # Tensors pickled by C++ carry a type tag that torch.load takes for code.
         ours = torch.load(folder / f"ours-{rank}.pt", weights_only=False)
         theirs = torch.load(folder / f"torch-{rank}.pt")
         for name, tensor in theirs.items():

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The half of bench/ddp/against_pytorch.py that is ours: trains on what the script has written and
-// writes gradients, parameters and buffers for it to compare.
+// The half of bench/ddp/against_pytorch.py that is ours: trains on the script's files and writes
+// gradients, parameters and buffers for it to compare.
 
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
@@ -53,7 +53,7 @@ Tensors result_of(Model& model) {
   return result;
 }
 
-/// As `train` of against_pytorch.py.
+/// The same as `train` of against_pytorch.py.
 void train(Model& model, const Tensors& input, const std::string& mode) {
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   const auto x = input.at("x")[smp::rank()], y = input.at("y")[smp::rank()];

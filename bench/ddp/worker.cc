@@ -34,7 +34,7 @@ template <class Net, class Loss>
 void run(const Options& options, Net net, const Loss& loss) {
   torch::optim::SGD optimizer(net->parameters(), kRate);
   if (options.mode == "barrier") {
-    // What the step is without communication, but ranks wait for each other where they must.
+    // The step without communication, but ranks wait for each other where they must.
     serve(options, [&] {
       optimizer.zero_grad();
       loss(net).backward();

@@ -24,7 +24,7 @@ using Tensors = std::vector<at::Tensor>;
 // The tensors of a call as a communicator takes them: contiguous and in host memory. In place of
 // one on another device stands a copy there, which waits for the device. In place of a dense one
 // with permuted dimensions (transposed, channels_last) stands a copy in the order of its indices,
-// since ranks may permute differently. What is neither is left to the communicator to refuse.
+// since ranks may permute differently. The communicator refuses a tensor that is neither.
 class InOrder {
  public:
   at::Tensor read(const at::Tensor& tensor) {
@@ -41,7 +41,7 @@ class InOrder {
     return needs_copy(tensor) ? copied_back(copy_of(tensor), tensor) : tensor;
   }
 
-  // Gives the tensors of the caller what was written.
+  // Copies written values back to the tensors of the caller.
   std::function<void()> copy_back() const {
     return [copies = copies_] {
       for (const auto& [copy, tensor] : copies) {

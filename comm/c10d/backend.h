@@ -15,7 +15,7 @@ class Store;
 
 namespace smp::comm {
 
-/// A c10d backend over a communicator that nothing else uses; `name` is what c10d calls it.
+/// A c10d backend over a communicator that nothing else uses; `name` is its name in c10d.
 ///
 /// Has all collectives of c10d on dense tensors of the CPU, and of other devices by way of host
 /// memory (all-reduce, broadcast, all-gather, reduce-scatter, reduce, gather, scatter, all-to-all,
@@ -30,9 +30,9 @@ namespace smp::comm {
 c10::intrusive_ptr<c10d::Backend> make_backend(CommunicatorPtr group, const std::string& name);
 
 /// The backend "smddp": of the `size` processes that make it with the same store, as
-/// `make_store_world` says. This is what c10d asks of a backend's creator, so new groups are worlds
-/// of their own, and other backends may be in use at the same time. `timeout` is that of meeting
-/// and of every later wait; errors call the group `group`. Collective over its processes.
+/// `make_store_world` says. c10d demands this of a backend's creator, so new groups are worlds of
+/// their own, and other backends may be in use at the same time. `timeout` is that of meeting and
+/// of every later wait; errors call the group `group`. Collective over its processes.
 c10::intrusive_ptr<c10d::Backend> make_smddp_backend(c10::intrusive_ptr<c10d::Store> store,
                                                      int rank, int size,
                                                      std::chrono::milliseconds timeout,

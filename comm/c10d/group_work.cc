@@ -24,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 
-// What profilers show, who keep the pointer; null while there is none.
+// The title in profilers, which keep the pointer; null while there is none.
 const char* profiling_title(const std::string& backend, const char* verb) {
   if (!at::hasCallbacks()) {
     return nullptr;
@@ -201,7 +201,7 @@ void Completer::stop() {
   }
 }
 
-// With the lock: somebody has to take the first work.
+// Requires the lock. A thread has to take the first work.
 void Completer::start_thread_if_none_is_idle() {
   if (idle_ > 0) {
     changed_.notify_one();

@@ -21,7 +21,7 @@ namespace smp::comm {
 
 class Completer;
 
-/// What works of one backend have in common.
+/// The common state of works of one backend.
 struct WorkContext {
   std::string backend;  ///< "smddp"
   std::string group;
@@ -33,12 +33,12 @@ struct WorkContext {
 struct WorkCall {
   c10d::OpType type;
   const char* verb;  ///< "all_reduce": torch.profiler shows "smddp:all_reduce".
-  int source = -1;   ///< Of a message that is received from one rank.
+  int source = -1;   ///< Source of a message that is received from one rank.
 };
 
-/// Some communications that make one c10d operation, and what is to be done after them. Whoever
-/// waits for it, asks whether it is complete, or has its future completes it. A work that is
-/// complete holds no tensors but its results.
+/// Some communications that make one c10d operation, and the work after them. A thread that waits
+/// for it, asks whether it is complete, or has its future completes it. A work that is complete
+/// holds no tensors but its results.
 class GroupWork final : public c10d::Work {
  public:
   /// `after` runs once, when all of `works` are complete; `inputs` are for profilers.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a build without --config=cuda has in place of pinned_memory.cc.
+// Replaces pinned_memory.cc in a build without --config=cuda.
 
 #include "comm/cuda/pinned_memory.h"
 

@@ -11,7 +11,7 @@ namespace smp::comm {
 /// without --config=cuda it never is.
 bool pin_memory(void* memory, size_t bytes, int index);
 
-/// To be called before memory that was pinned is unmapped.
+/// Must be called before memory that was pinned is unmapped.
 void unpin_memory(void* memory);
 
 }  // namespace smp::comm

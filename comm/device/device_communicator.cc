@@ -18,7 +18,7 @@ namespace smp::comm {
 
 namespace {
 
-// Of a group of one, which moves nothing.
+// The work of a group of one, which moves nothing.
 class CompleteWork final : public Work {
  public:
   bool test() override { return true; }

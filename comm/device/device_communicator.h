@@ -13,8 +13,8 @@ namespace smp::comm {
 
 /// A communicator for tensors of the CPU and of one other device: this rank's part of the model
 /// lies there. Those of the CPU go over a communicator of their own, whose rank, name, time-out and
-/// abort are this one's too. Messages of the device's go through host memory: what is sent is
-/// copied there first, for which this waits, and what is received is copied to the device by
+/// abort are this one's too. Messages of the device's go through host memory: a sent message is
+/// copied there first, for which this waits, and a received one is copied to the device by
 /// `Work::wait()`. How collectives and channels move them is up to the classes that derive from it.
 ///
 /// On the device, a collective starts when the current stream has come to it, and when `wait()` has
@@ -59,7 +59,7 @@ class DeviceCommunicator : public Communicator {
   const CommunicatorPtr& host() const { return host_; }
   at::Device device() const { return device_; }
 
-  // Of two ranks or more, on tensors of the device.
+  // Starts a collective of two ranks or more, on tensors of the device.
   virtual WorkPtr start_on_device(const Collective& call) = 0;
   virtual WorkPtr start_on_device(const CollectiveTask& task) = 0;
 

@@ -46,7 +46,7 @@ class StagedCommunicator final : public DeviceCommunicator {
   }
 
   // On the host's thread, so that neither this rank nor a thread of the device waits for others,
-  // and on a stream of its own, so that it goes on beside what the device is given to compute next.
+  // and on a stream of its own, so that it goes on beside the device's next computations.
   WorkPtr start_on_device(const CollectiveTask& task) override {
     const auto ready = std::make_shared<c10::Event>(device().type());
     ready->record(current_stream(device()));

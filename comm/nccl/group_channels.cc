@@ -106,8 +106,8 @@ class GroupReceiver final : public Receiver {
     std::vector<at::Tensor> part;
     c10::intrusive_ptr<c10d::Work> work;
     {
-      // A group waits for the current stream before it writes: the elements do not wait for what is
-      // computed here, since their memory is another stream's.
+      // A group waits for the current stream before it writes: the elements do not wait for
+      // computations here, since their memory is another stream's.
       const c10::StreamGuard guard(side_);
       part = {make_part(size_, device_)};
       work = group_->recv(part, kSenderRank, /*tag=*/0);
@@ -122,7 +122,7 @@ class GroupReceiver final : public Receiver {
 
  private:
   const std::unique_ptr<Receiver> host_;
-  const std::shared_ptr<GroupPool> pool_;  // as long as the group is used
+  const std::shared_ptr<GroupPool> pool_;  // kept as long as the group is used
   const DeviceGroup group_;
   const at::Device device_;
   const c10::Stream side_;

@@ -10,7 +10,8 @@
 /// Channels whose elements move from device to device over groups of two.
 namespace smp::comm {
 
-/// What goes through the host: the first bytes where the rest moves on the device, otherwise all.
+/// The parts that go through the host: the first bytes where the rest moves on the device,
+/// otherwise all.
 std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs);
 
 /// One end of a channel that a rank opens.
@@ -26,7 +27,7 @@ std::vector<ChannelEnd> connection_order(int rank, const std::vector<ChannelSpec
                                          const std::vector<ChannelSpec>& incoming);
 
 /// A sender of messages whose header goes over `host` and whose elements over `group`, of `pool`.
-/// What has not left when it goes away is kept there.
+/// Messages that have not left when it goes away are kept there.
 std::unique_ptr<Sender> make_group_sender(std::unique_ptr<Sender> host, DeviceGroup group,
                                           const ChannelSpec& spec, std::shared_ptr<GroupPool> pool);
 

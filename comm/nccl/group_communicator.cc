@@ -32,7 +32,7 @@ c10::Stream current_stream(at::Device device) {
 // NCCL moves all types as bytes; it has no 16-bit integers and no complex numbers.
 at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); }
 
-// What reduces this in NCCL, if that means the same: its minimum and maximum lose NaN.
+// The operation of NCCL that reduces this, if it means the same: its minimum and maximum lose NaN.
 std::optional<c10d::ReduceOp> own_op(at::ScalarType type, ReduceOp op) {
   const bool has_type = at::isFloatingType(type) || type == at::kByte || type == at::kChar ||
                         type == at::kInt || type == at::kLong;
@@ -51,7 +51,7 @@ std::optional<c10d::ReduceOp> own_op(at::ScalarType type, ReduceOp op) {
   }
 }
 
-// What a side stream works on. Keeps what the stream was given to do, and so its tensors.
+// The work of a side stream. Keeps the input of the stream, and so its tensors.
 class StreamWork final : public Work {
  public:
   StreamWork(at::Device device, c10::Event done, std::function<void()> given)
@@ -105,7 +105,7 @@ class GroupCommunicator final : public DeviceCommunicator {
   }
 
  private:
-  // Collectives on tensors that the current stream has made go on beside what it is given next.
+  // Collectives on tensors that the current stream has made go on beside its next work.
   WorkPtr on_side_stream(std::function<void()> collective) {
     const at::NoGradGuard no_grad;
     c10::Event ready(device().type()), done(device().type());
@@ -115,7 +115,7 @@ class GroupCommunicator final : public DeviceCommunicator {
       const c10::StreamGuard guard(side_);
       collective();
     } catch (...) {
-      // What was begun may still use the caller's tensors, which go when this is thrown.
+      // The work begun may still use the caller's tensors, which go when this is thrown.
       done.record(side_);
       done.block(current_stream(device()));
       throw;

@@ -23,8 +23,8 @@ namespace smp::comm {
 /// libtorch's `c10d::Backend`.
 using DeviceGroup = std::shared_ptr<c10d::Backend>;
 
-/// Makes a group of `size` ranks, of which this one is `rank`. Its ranks meet under `name`. Waits
-/// for nobody: ranks connect when they first use a group.
+/// Makes a group of `size` ranks, of which this one is `rank`. Its ranks meet under `name`. Does
+/// not wait: ranks connect when they first use a group.
 using MakeDeviceGroup = std::function<DeviceGroup(const std::string& name, int rank, int size)>;
 
 /// In a group of two.
@@ -47,7 +47,7 @@ struct DeviceTransfer {
 class GroupPool {
  public:
   GroupPool(CommunicatorPtr host, at::Device device, MakeDeviceGroup make);
-  /// Waits until what was kept has ended, at most for the time-out, and ends the groups.
+  /// Waits until the kept transfers have ended, at most for the time-out, and ends the groups.
   ~GroupPool();
   GroupPool(const GroupPool&) = delete;
   GroupPool& operator=(const GroupPool&) = delete;
@@ -59,10 +59,10 @@ class GroupPool {
   /// two: each waits for the other's.
   DeviceGroup of_lane(int peer, Tag tag, bool sends);
 
-  /// Of all groups.
+  /// Sets the timeout of all groups.
   void set_timeout(std::chrono::milliseconds timeout);
 
-  /// Takes over a transfer that nobody waits for.
+  /// Takes over a transfer that no caller waits for.
   void keep(DeviceTransfer transfer);
 
  private:
@@ -75,7 +75,7 @@ class GroupPool {
   const CommunicatorPtr host_;
   const at::Device device_;
   const MakeDeviceGroup make_;
-  std::mutex mutex_;  // of all below
+  std::mutex mutex_;  // mutex of all below
   std::map<std::string, DeviceGroup> groups_;
   std::deque<DeviceTransfer> kept_;  // oldest first
   std::string abort_text_;
@@ -85,8 +85,8 @@ class GroupPool {
 };
 
 /// Before transfers are given up: returns when `finished` or after `at_most`, since peers may still
-/// be taking what this rank gave. At once while an error is thrown, when they may never take it.
-/// Also when `finished` throws what the device says: then it has failed.
+/// be taking this rank's data. At once while an error is thrown, when they may never take it.
+/// Returns also when `finished` throws an error of the device, which has failed then.
 void let_finish(const std::function<bool()>& finished, std::chrono::milliseconds at_most) noexcept;
 
 }  // namespace smp::comm

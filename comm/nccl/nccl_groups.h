@@ -20,8 +20,8 @@ std::string nccl_gpu(at::Device device);
 /// Makes libtorch's NCCL groups for ranks of `host`, with its time-out. A transfer that does not
 /// end within that ends the process, by libtorch's watchdog.
 ///
-/// Collective over `host`. When the ranks cannot reach each other it throws what libtorch's store
-/// throws (`c10::DistError`), and the groups throw what NCCL does.
+/// Collective over `host`. When the ranks cannot reach each other it throws the errors of
+/// libtorch's store (`c10::DistError`), and the groups throw NCCL's.
 MakeDeviceGroup nccl_groups(const CommunicatorPtr& host);
 
 }  // namespace smp::comm

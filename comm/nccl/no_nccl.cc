@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a build without --config=cuda has in place of nccl_groups.cc.
+// Replaces nccl_groups.cc in a build without --config=cuda.
 
 #include "comm/nccl/nccl_groups.h"
 #include "core/check.h"

@@ -101,8 +101,8 @@ void check_same(const Context& context, const ChannelSpec& spec, const Theirs& t
 }
 
 // Opening goes in steps that wait for earlier steps of the peer only, so that ranks may list their
-// channels in any order. A tag may have a channel in each direction: what a rank sends under it is
-// offer, answer, delivery, and so are the receives posted in this order.
+// channels in any order. A tag may have a channel in each direction: a rank sends offer, answer,
+// delivery under it, and so are the receives posted in this order.
 
 class OutgoingOpening {
  public:

@@ -25,7 +25,7 @@ inline std::atomic<uint32_t>& low_half(std::atomic<uint64_t>& counter) {
 }
 
 // Not FUTEX_PRIVATE_FLAG: the others may be other processes. A wake that is spurious, early or
-// interrupted is one more look at what is waited for.
+// interrupted is one more look at the awaited number.
 
 /// Sleeps while `word` has this value, at most so long.
 inline void futex_wait(std::atomic<uint32_t>& word, uint32_t value,
@@ -48,8 +48,8 @@ inline void relax() {
 #endif
 }
 
-/// How long a wait looks again, where there is a core for each rank, before it sleeps: about what
-/// it costs both sides when one sleeps and must be woken.
+/// How long a wait looks again, where there is a core for each rank, before it sleeps: about the
+/// cost for both sides when one sleeps and must be woken.
 constexpr std::chrono::microseconds kSpin{30};
 
 /// A sleeping rank looks this often whether the others are still there.

@@ -256,7 +256,7 @@ void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
   }
 }
 
-// A rank may have announced what is waited for and then ended.
+// A rank may have announced the awaited step and then ended.
 void HostBoard::check_alive(CounterKind kind, uint64_t value) const {
   for (int peer = 0; peer < ranks(); ++peer) {
     if (processes_[peer].ended() && counter(kind, peer).load(std::memory_order_acquire) < value) {

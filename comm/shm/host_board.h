@@ -26,15 +26,15 @@ enum class Protocol {
   kPipelined,  ///< In pieces, through the buffers.
 };
 
-/// A rank's word to the others when it enters a collective: what it calls, in which call of the
-/// user's, and where its tensors are.
+/// A rank's word to the others when it enters a collective: its collective, the call of the user's
+/// around it, and the places of its tensors.
 struct alignas(64) CallRecord {
-  std::atomic<uint64_t> number{0};  ///< Of the collective, from 1; written last.
+  std::atomic<uint64_t> number{0};  ///< Number of the collective, from 1; written last.
   Signature call;
-  uint64_t caller_kind = 0;  ///< Of `HostBoard::caller`, which is read where the kinds differ.
+  uint64_t caller_kind = 0;  ///< Kind of `HostBoard::caller`, which is read where the kinds differ.
   bool is_eager = false;     ///< Whether the data of this rank's input come with the record.
   uint64_t input_bytes = 0;  ///< 0 where this rank gives nothing.
-  Place place;               ///< Of its input, or of its output where it gives nothing.
+  Place place;               ///< Place of its input, or of its output where it gives nothing.
 };
 static_assert(sizeof(CallRecord) == 64);
 
@@ -42,24 +42,24 @@ static_assert(sizeof(CallRecord) == 64);
 ///
 /// Every rank has a part that only it writes: a record for every second collective, counters of its
 /// progress, room for small data, and buffers through which larger data pass. Every counter only
-/// grows (with 64 bits it never wraps around), and is written after what it announces (release) and
-/// read before it (acquire), so nothing is ever locked.
+/// grows (with 64 bits it never wraps around), and is written after the data that it announces
+/// (release) and read before it (acquire), so nothing is ever locked.
 ///
-/// A record of collective s is overwritten at s + 2. A rank gets there only when all have entered
-/// s + 1, even after a time-out in s + 1, so nobody reads the record of s any more; the same holds
+/// A record of collective s is overwritten at s + 2. A rank gets there only when all have entered s
+/// + 1, even after a time-out in s + 1, so no rank reads the record of s any more; the same holds
 /// for the eager data.
 class HostBoard {
  public:
   /// How far a rank is; numbers of steps since the board was made.
   enum class Progress {
-    kStaged,   ///< What this rank gives in the step is in its buffer.
+    kStaged,   ///< This rank's input of the step is in its buffer.
     kReduced,  ///< Its part of the result is.
-    kDone,     ///< It reads nothing more of anybody's buffers of the step.
+    kDone,     ///< It reads no more from other ranks' buffers of the step.
   };
 
   /// Bytes that each rank can give with its record.
   static constexpr size_t kEagerBytes = 16 << 10;
-  /// Bytes of one buffer, and how many each rank has: what is on its way while another is filled.
+  /// Bytes of one buffer, and how many each rank has: one is on its way while another is filled.
   static constexpr size_t kBufferBytes = 64 << 10;
   static constexpr uint64_t kBuffers = 4;
 
@@ -92,11 +92,11 @@ class HostBoard {
   /// Waits until all ranks have published theirs.
   void await_records();
 
-  /// Throws a `CommError` that says which rank called what, unless all have made the same call.
+  /// Throws a `CommError` that says which rank made which call, unless all have made the same call.
   /// All ranks see the same records, so that all throw or none.
   void check_same_calls(const OperationInfo& info) const;
 
-  // Of the collective entered last:
+  // Data of the collective entered last:
   const CallRecord& record(int rank) const;
   core::PublicCall& caller(int rank) const;
   std::byte* eager_data(int rank) const;
@@ -110,7 +110,7 @@ class HostBoard {
   void await(Progress progress, uint64_t step, int rank) const;
   void await_all(Progress progress, uint64_t step) const;
 
-  /// Waits until nobody reads this rank's buffer of `step` any more for an earlier one.
+  /// Waits until no rank reads this rank's buffer of `step` any more for an earlier one.
   void await_buffer(uint64_t step) const {
     if (step > kBuffers) {
       await_all(Progress::kDone, step - kBuffers);
@@ -124,8 +124,7 @@ class HostBoard {
   struct Steps;
   using Counter = std::atomic<uint64_t>;
 
-  // What a rank counts and others wait for: its calls, by the numbers of two records, and its
-  // steps.
+  // The counters on which others wait: its calls, by the numbers of two records, and its steps.
   enum class CounterKind { kEvenRecord, kOddRecord, kStaged, kReduced, kDone };
   static CounterKind counter_kind(Progress progress);
 
@@ -144,7 +143,7 @@ class HostBoard {
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<const GroupState> group_;
-  const std::vector<int> group_ranks_;  // by rank of the host
+  const std::vector<int> group_ranks_;  // group ranks of the host's ranks
   const int rank_;
   const std::shared_ptr<SharedMemory> memory_;
   const size_t part_bytes_;
@@ -154,7 +153,7 @@ class HostBoard {
   OperationInfo info_{};
   const Deadline* deadline_ = nullptr;
   uint64_t entered_ = 0;
-  bool all_have_entered_ = true;  // as far as this rank has seen
+  bool all_have_entered_ = true;  // whether all have entered, as far as this rank has seen
   uint64_t next_step_ = 1;
 };
 

@@ -19,7 +19,7 @@ constexpr size_t kSmallest = 64 << 10;
 // staged, one reduced and one taken.
 constexpr uint64_t kLag = HostBoard::kBuffers - 3;
 
-// What this rank's slice moves along from host to host.
+// The path of this rank's slice from host to host.
 struct Lane {
   Transport& transport;
   std::shared_ptr<const GroupState> group;
@@ -91,7 +91,7 @@ class ChainReduction {
     return sums_bytes({0, before});
   }
 
-  // Peers may read and write what an operation was given after this rank has thrown, so the
+  // Peers may read and write the tensors of an operation after this rank has thrown, so the
   // operation holds the sums and, by its tensor, the results.
   OperationPtr start(Round round) {
     auto operation =
@@ -109,7 +109,7 @@ class ChainReduction {
   OperationPtr receive(int peer, void* data, size_t bytes) {
     return start(Message::Direction::kReceive, peer, data, bytes);
   }
-  // Values on the lane mean what is expected only if the calls match.
+  // Values on the lane have the expected meaning only if the calls match.
   void await_piece(const OperationPtr& operation) const {
     for (const auto& one : {calls_, operation}) {
       wait_for(lane_.transport, *one, lane_.deadline);
@@ -123,7 +123,7 @@ class ChainReduction {
     }
   }
 
-  // Adds this host's ranks to what has come, and sends the sums on.
+  // Adds this host's ranks to the received sums, and sends these on.
   void reduce(uint64_t i) {
     const Slice own = pieces_.own_piece(i);
     if (own.bytes() == 0) {
@@ -164,7 +164,7 @@ class ChainReduction {
   std::byte* const data_;
   const HostPieces pieces_;
 
-  const std::shared_ptr<std::byte[]> sums_;  // of this rank's slice, in the type of accumulators
+  const std::shared_ptr<std::byte[]> sums_;  // this rank's slice, in accumulators' type
   const OperationPtr calls_;
   std::vector<OperationPtr> partial_sums_;  // receives, by step
   std::vector<OperationPtr> results_;       // receives, by step

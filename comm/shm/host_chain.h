@@ -14,7 +14,7 @@
 namespace smp::comm {
 
 /// Large all_reduces of a group on several hosts, the ranks of each following each other in the
-/// group. The hosts are a chain: the first adds what its ranks have, in their order, and sends the
+/// group. The hosts are a chain: the first adds its ranks' values, in their order, and sends the
 /// sums to the second, which goes on with its own ranks; the last has the results and sends them
 /// back. So the order is that of the ranks, and a host sends and receives the tensor once or, in
 /// the middle of the chain, twice. (Sums of float16 and bfloat16 travel as float32.)

@@ -21,8 +21,8 @@ using Kind = Collective::Kind;
 // From here on it is faster to read others' tensors, where they can be seen, than copies of them.
 constexpr size_t kZeroCopyBytes = 4 << 10;
 
-// Of calls that this rank has given up: another thread may still read and write them, however late
-// it comes.
+// Keeps calls that this rank has given up: another thread may still read and write them, however
+// late it comes.
 void keep_to_the_end(const Collective& call) {
   static std::mutex mutex;
   static auto* const kept = new std::vector<Collective>;

@@ -11,10 +11,10 @@ namespace smp::comm {
 /// Collectives of a group whose ranks are all on one host, through memory that they share.
 ///
 /// - Eager, up to some KiB: every rank publishes its data with its call; when all have come, each
-///   rank reduces, or takes, what it needs. Nobody waits again.
+///   rank reduces, or takes, the parts that it needs. No rank waits again.
 /// - Zero-copy, where all ranks map each other's tensors (threads of one process, or tensors of
 ///   Communicator::shared_tensor): every rank reduces its slice of all tensors in rank order and
-///   writes the result to all of them; or copies what it needs straight from the others'.
+///   writes the result to all of them; or copies its parts straight from the others'.
 /// - Otherwise pipelined through buffers, piece by piece, so that the ranks copy, reduce and take
 /// at the same
 ///   time. A rank's own slice is never copied.
@@ -25,13 +25,13 @@ class HostCollectives {
       : board_(std::move(board)), in_one_process_(in_one_process) {}
 
   /// Runs a call that was checked (check_collective). Throws a `CommError` on every rank, which
-  /// says who called what, when the ranks' calls do not match.
+  /// says which rank made which call, when the ranks' calls do not match.
   void run(const Collective& call, const OperationInfo& info, const Deadline& deadline);
 
  private:
   void publish(const Collective& call);
-  // Calls what waits for other ranks. If that throws, the others may use the tensors for longer
-  // than the caller has them.
+  // Calls a function that waits for other ranks. If that throws, the others may use the tensors for
+  // longer than the caller has them.
   template <class Wait>
   void keeping(const Collective& call, const Wait& wait) const;
   void move(const Collective& call);

@@ -81,7 +81,7 @@ void HostExchange::take_own() const {
   }
 }
 
-// Every rank stages a piece while it is one ahead of what it takes.
+// Every rank stages a piece while it is one ahead of the pieces that it takes.
 void HostExchange::run_pipelined() {
   size_t longest = 0;
   for (int rank = 0; rank < board_.ranks(); ++rank) {

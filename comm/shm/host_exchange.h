@@ -9,8 +9,9 @@
 
 namespace smp::comm {
 
-/// One collective of ranks of one host that moves data and combines none; they have published
-/// their calls. Every rank offers its input as a whole, and copies what it needs of the others'.
+/// One collective of ranks of one host that moves data and combines none; they have published their
+/// calls. Every rank offers its input as a whole, and copies the parts that it needs of the
+/// others'.
 class HostExchange {
  public:
   HostExchange(const Collective& call, HostBoard& board);
@@ -18,7 +19,7 @@ class HostExchange {
   void run(Protocol protocol);
 
  private:
-  // What this rank takes of another's input.
+  // The part of another rank's input that this rank takes.
   struct Fetch {
     int rank;
     size_t begin;

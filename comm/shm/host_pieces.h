@@ -10,13 +10,13 @@
 
 namespace smp::comm {
 
-/// How the ranks of a host pass tensors of one size through the board's buffers to those that
-/// reduce them, and get the results back. A tensor is cut into slices, one for each owner (the
+/// Passes tensors of one size through the board's buffers: the ranks of a host give them to those
+/// that reduce them, and get the results back. A tensor is cut into slices, one for each owner (the
 /// first ranks of the host); in each step a piece of every slice passes, and a buffer has room for
 /// one piece of each owner.
 ///
 /// A rank makes three calls for each step, and should make those of different steps in turn, so
-/// that nobody waits for what another has only just begun: stage(), then what the owner does with
+/// that no rank waits for a step that another has only just begun: stage(), then the owner's
 /// parts() and publish(), then take().
 class HostPieces {
  public:
@@ -28,10 +28,10 @@ class HostPieces {
 
   const Slice& slice(int owner) const { return slices_[owner]; }
 
-  /// What of this rank's slice passes in step `i`; empty where it owns none.
+  /// The part of this rank's slice that passes in step `i`; empty where it owns none.
   Slice own_piece(uint64_t i) const;
 
-  /// Copies what the others reduce from `input` to this rank's buffer.
+  /// Copies the parts that the others reduce from `input` to this rank's buffer.
   void stage(uint64_t i, const std::byte* input) const;
 
   /// All ranks' values of own_piece(i), by rank, when they are there; this rank's own are in
@@ -52,7 +52,7 @@ class HostPieces {
   }
 
   HostBoard& board_;
-  const Slices slices_;  // by owner
+  const Slices slices_;  // slices by owner
   const size_t piece_bytes_;
   uint64_t steps_;
   uint64_t first_step_;

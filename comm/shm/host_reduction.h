@@ -30,8 +30,8 @@ class HostReduction {
   HostBoard& board_;
   const std::byte* const input_;
   std::byte* const output_;  // null where the result is not wanted
-  Slices slices_;            // of the ranks; the pieces take them
-  const Slice own_;          // what this rank reduces where each reduces a slice
+  Slices slices_;            // slices of the ranks; the pieces take them
+  const Slice own_;          // the slice that this rank reduces, where each reduces one
 };
 
 }  // namespace smp::comm

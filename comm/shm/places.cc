@@ -18,7 +18,7 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto* instance = new Registry;  // tensors may outlive what static destructors end
+  static auto* instance = new Registry;  // tensors may outlive objects that static destructors end
   return *instance;
 }
 

@@ -9,7 +9,7 @@
 namespace smp::comm {
 namespace {
 
-// What a rank tells the others of itself.
+// The introduction of a rank to the others.
 struct Introduction {
   int32_t first_of_host;
   ProcessId process;
@@ -21,7 +21,7 @@ struct Offer {
   int32_t fd;
 };
 
-// Whether a rank has mapped what was offered; if not, it waits for the descriptor.
+// Whether a rank has mapped the offered memory; if not, it waits for the descriptor.
 struct Answer {
   bool mapped;
 };

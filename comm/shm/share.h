@@ -40,7 +40,7 @@ struct HostLayout {
   std::vector<std::vector<int>> hosts;  ///< The group's ranks of each host, ascending; by first.
   int host = 0;                         ///< This rank's.
   int local_rank = 0;                   ///< This rank's place there.
-  std::vector<ProcessId> processes;     ///< By rank of the group.
+  std::vector<ProcessId> processes;     ///< Processes by rank of the group.
 
   const std::vector<int>& local() const { return hosts[host]; }
   int local_size() const { return static_cast<int>(local().size()); }

@@ -114,7 +114,7 @@ class SharedSender final : public Sender {
   const SharedLayout layout_;
   SlotQueue sent_queue_{memory_->data() + layout_.sent_queue(), layout_.slots()};
   SlotQueue free_queue_{memory_->data() + layout_.free_queue(), layout_.slots()};
-  std::vector<at::Tensor> messages_;  // by slot
+  std::vector<at::Tensor> messages_;  // messages by slot
   std::vector<uint32_t> free_;
   std::optional<uint32_t> next_;
 };

@@ -18,8 +18,8 @@ namespace smp::comm {
 // A channel in memory that both ends map: slots for messages, and two queues of slot numbers, one
 // of messages sent and one of slots given back. The sender owns a slot from when it comes back
 // until it is sent, the receiver from there until the last tensor on it is gone; that a slot has
-// one owner is all the exclusion there is. What an owner wrote is seen by the next, because slots
-// change hands through a SlotQueue.
+// one owner is all the exclusion there is. The next owner sees the writes of an owner, because
+// slots change hands through a SlotQueue.
 //
 // When an end dies, its slots are lost and nothing else: a message half written was never pushed.
 
@@ -45,7 +45,7 @@ class SharedLayout {
 /// How one end waits for the other.
 class PeerWait {
  public:
-  /// `verb` and `spec` are what the wait is for, for its texts.
+  /// `verb` and `spec` tell the purpose of the wait, for its texts.
   PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
            const char* verb, const ChannelSpec& spec, ProcessWatch peer);
 

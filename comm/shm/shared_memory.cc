@@ -35,7 +35,7 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto* instance = new Registry;  // tensors may outlive what static destructors end
+  static auto* instance = new Registry;  // tensors may outlive objects that static destructors end
   return *instance;
 }
 
@@ -56,7 +56,7 @@ std::optional<uint64_t> number_in(const std::string& file, const std::string& ke
   return in >> number ? std::optional<uint64_t>(number) : std::nullopt;
 }
 
-// The files of a cgroup's memory, and what begins the keys of its statistics for all below it.
+// The files of a cgroup's memory, and the beginning of the keys of its statistics for all below it.
 struct CgroupFiles {
   const char* limit;
   const char* used;
@@ -82,8 +82,8 @@ std::byte* map_pages(int fd, size_t bytes) {
   return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
 }
 
-// The error, 0 if there is none. In parts, for a signal undoes what the call that it interrupts has
-// done: with a profiler's timer one call for all might never end.
+// The error, 0 if there is none. In parts, for a signal undoes the work of the call that it
+// interrupts: with a profiler's timer one call for all might never end.
 int allocate_pages(int fd, size_t bytes) {
   constexpr size_t kPart = 4 << 20;
   for (size_t begin = 0; begin < bytes;) {
@@ -122,10 +122,10 @@ Address mailbox_address(uint64_t id) {
   return result;
 }
 
-// What keeps a mapping whole, whoever else has the memory.
+// Seals that keep a mapping whole, against all other users of the memory.
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// Whether memory that came from elsewhere is what a rank of this user has made.
+// Whether a rank of this user has made memory that came from elsewhere.
 bool is_made_by_a_rank(int fd, size_t bytes, uint64_t id) {
   struct stat status {};
   uint64_t found = 0;
@@ -310,7 +310,7 @@ int open_fd_of(const ProcessId& owner, int fd, uint64_t id) {
     return -1;
   }
   const std::string path = c10::str("/proc/", owner.pid, "/fd/", fd);
-  // To open something else could have effects.
+  // Opening anything else could have effects.
   std::array<char, 128> target{};
   const ssize_t length = readlink(path.c_str(), target.data(), target.size());
   const std::string expected = "/memfd:" + name_of(id) + " (deleted)";
@@ -394,7 +394,7 @@ class ProcessWatch::PidFd {
   // another.
   static std::shared_ptr<PidFd> of(pid_t process) {
     static std::mutex mutex;
-    static auto* all = new std::map<pid_t, std::weak_ptr<PidFd>>;  // as the registry
+    static auto* all = new std::map<pid_t, std::weak_ptr<PidFd>>;  // never destroyed
     const std::lock_guard<std::mutex> lock(mutex);
     std::weak_ptr<PidFd>& entry = (*all)[process];
     auto pidfd = entry.lock();

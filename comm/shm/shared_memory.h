@@ -15,8 +15,8 @@ namespace smp::comm {
 /// Memory that processes of one host share. It has no name in any file system (memfd_create), so
 /// nothing is left behind however they end, and does not count against the size of /dev/shm.
 ///
-/// It starts with a random number, its id, by which who maps it later knows that it is the one that
-/// was meant. Sizes are sealed: nobody can cut it off under the other's hands.
+/// It starts with a random number, its id, which a process that maps it checks. Its size is sealed:
+/// no process can shrink it.
 class SharedMemory {
  public:
   /// The bytes at the start that users must leave alone.
@@ -26,11 +26,11 @@ class SharedMemory {
   /// they are touched. Throws `CommError` that says how much was asked for and is there.
   static std::shared_ptr<SharedMemory> create(size_t bytes);
 
-  /// What another process has made, by a file descriptor, which it closes. Null when it is not the
-  /// memory `id` of so many bytes.
+  /// Maps the memory of another process by a file descriptor, which it closes. Null when it is not
+  /// the memory `id` of so many bytes.
   static std::shared_ptr<SharedMemory> map(int fd, size_t bytes, uint64_t id);
 
-  /// What this process has made and still holds, as the same object; otherwise null.
+  /// Finds memory that this process has made and still holds, as the same object; otherwise null.
   static std::shared_ptr<SharedMemory> find(uint64_t id);
 
   /// Throws the error that there is none, as `create` does.
@@ -43,10 +43,10 @@ class SharedMemory {
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
   uint64_t id() const { return id_; }
-  /// Of who made it; -1 of others, who need none.
+  /// The descriptor of memory made here; -1 for others, which need none.
   int fd() const { return fd_; }
 
-  /// When all have mapped it, nobody needs the descriptor any more.
+  /// Closes the descriptor, which is not needed once all have mapped it.
   void close_fd();
 
   /// Lets GPUs copy to and from it by themselves, in a CUDA build; GPU `index` is woken for it.
@@ -67,8 +67,8 @@ class SharedMemory {
 /// The bytes that processes of this host may still take, by the kernel's estimate and the memory
 /// limits of this process's cgroups; nothing where neither is told.
 std::optional<uint64_t> available_memory();
-/// What limits leave, of cgroups of version 1 or 2 in `mount`: those in which a process is whose
-/// /proc/self/cgroup says `cgroups`, and those around them.
+/// Memory that limits leave, of cgroups of version 1 or 2 in `mount`: those in which a process is
+/// whose /proc/self/cgroup says `cgroups`, and those around them.
 std::optional<uint64_t> left_in_cgroups(const std::string& mount, const std::string& cgroups);
 
 /// A process as others find it: its number counts in its PID namespace only.
@@ -108,8 +108,8 @@ class FdMailbox {
 /// at once.
 bool post_fd(uint64_t mailbox, int fd);
 
-/// Tells when a process has ended, even if nobody has waited for it yet. All that watch one process
-/// share a descriptor.
+/// Tells when a process has ended, even if no process has waited for it yet. All that watch one
+/// process share a descriptor.
 class ProcessWatch {
  public:
   /// The process is alive. One of another PID namespace, and this one itself, never seems to end.

@@ -13,14 +13,14 @@ namespace smp::comm {
 ///
 /// The number of pushes, which only grows, is all that synchronises: the pusher writes the entry
 /// and then the number with release order; the popper, which keeps the number of pops to itself,
-/// reads it with acquire order. So what was written before a push is seen after its pop. As no word
-/// is ever compared and swapped there is no ABA problem; the 32 bits may wrap around, since only
+/// reads it with acquire order. So writes before a push are seen after its pop. As no word is ever
+/// compared and swapped there is no ABA problem; the 32 bits may wrap around, since only
 /// differences below the capacity matter. A process that dies in a push either did it or did not.
 ///
 /// The popper sleeps on a futex on that number, having raised `sleepers` before it looked a last
 /// time; the pusher looks at `sleepers` after its push. Both orders are sequentially consistent, so
-/// one of the two sees the other, and a wake is never lost. A push that finds nobody asleep makes
-/// no system call. An announcement is a hint: nothing but speed depends on it.
+/// one of the two sees the other, and a wake is never lost. A push that finds no thread asleep
+/// makes no system call. An announcement is a hint: nothing but speed depends on it.
 class SlotQueue {
  public:
   /// The bytes of memory that a queue takes, a multiple of 64. The owner of the slots sees to it
@@ -35,7 +35,7 @@ class SlotQueue {
   /// is awake by then. By the thread that pushes.
   void announce();
 
-  /// By one thread at a time.
+  /// Called by one thread at a time.
   void push(uint32_t slot);
 
   /// Whether a push was announced that has not come yet. By the thread that pops.
@@ -44,7 +44,7 @@ class SlotQueue {
   /// Whether try_pop would give something. By the thread that pops.
   bool has_next() const { return !is_empty(); }
 
-  /// By one thread at a time.
+  /// Called by one thread at a time.
   std::optional<uint32_t> try_pop();
 
   /// Sleeps until something may be there to pop, at most so long. By the thread that pops.

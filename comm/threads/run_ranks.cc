@@ -19,8 +19,8 @@
 namespace smp::comm {
 namespace {
 
-// What the rank threads threw. The cause is what the rank threw whose abort came first; that may
-// have been inside `fn`, before the exception arrived here.
+// Exceptions of the rank threads. The cause is the exception of the rank whose abort came first;
+// that may have been inside `fn`, before the exception arrived here.
 class Failures {
  public:
   explicit Failures(int ranks) : exceptions_(ranks) {}
@@ -41,7 +41,7 @@ class Failures {
   }
 
  private:
-  std::vector<std::exception_ptr> exceptions_;  // by rank; each thread writes its own
+  std::vector<std::exception_ptr> exceptions_;  // exceptions by rank; each thread writes its own
 };
 
 void run_rank(const CommunicatorPtr& world, const std::function<void(CommunicatorPtr)>& fn,

@@ -15,7 +15,7 @@ ThreadWorld::ThreadWorld(int ranks, std::vector<int> hosts) : hosts_(std::move(h
   }
 }
 
-// A send is complete at once: what no receive is posted for is copied.
+// A send is complete at once: a message for which no receive is posted is copied.
 void ThreadWorld::start(Transfer transfer) {
   const Message& message = transfer.message;
   const GroupState& group = transfer.group();
@@ -34,7 +34,7 @@ bool ThreadWorld::wait_until(Clock::time_point deadline, const std::function<boo
 }
 
 void ThreadWorld::notify() {
-  // With the lock, so that no wait can be between its look at `ready` and its sleep.
+  // Takes the lock, so that no wait can be between its look at `ready` and its sleep.
   std::lock_guard<std::mutex> lock(mutex_);
   changed_.notify_all();
 }

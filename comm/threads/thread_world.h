@@ -16,8 +16,8 @@
 
 namespace smp::comm {
 
-/// What the rank threads of one world share: a matcher for each rank's messages, and one condition
-/// variable for all waits. Every rank uses it as its transport.
+/// The state that the rank threads of one world share: a matcher for each rank's messages, and one
+/// condition variable for all waits. Every rank uses it as its transport.
 class ThreadWorld final : public Transport {
  public:
   /// A world of so many ranks. Ranks may pretend to be on different hosts: `hosts` has a number for
@@ -35,14 +35,14 @@ class ThreadWorld final : public Transport {
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
   void abort(int world_rank, const std::string& reason) noexcept override;
 
-  /// The rank whose abort came first, -1 if nobody has called it.
+  /// The rank whose abort came first, -1 if none has called it.
   int aborting_rank() const { return aborting_rank_; }
 
  private:
-  const std::vector<int> hosts_;  // by rank
+  const std::vector<int> hosts_;  // hosts by rank
   bool has_core_for_each_rank_;
   std::atomic<int> aborting_rank_{-1};
-  std::deque<MessageMatcher> matchers_;  // by receiving rank
+  std::deque<MessageMatcher> matchers_;  // matchers by receiving rank
   std::mutex mutex_;                     // guards everything below
   std::condition_variable changed_;
   int contexts_ = 1;                                         // 0 is the world

@@ -78,8 +78,8 @@ Llama adapted_model(const LlamaOptions& options, const Settings& settings) {
   return net;
 }
 
-/// What was learnt as a model of the library that the first one came from: in one process, with the
-/// updates added to the weights.
+/// Writes the result of the training as a model of the library that the first one came from: in one
+/// process, with the updates added to the weights.
 void write_merged(const std::string& checkpoint, const LlamaOptions& options,
                   const Settings& settings, const smp::NameMap& names) {
   Llama net = adapted_model(options, settings);
@@ -108,7 +108,7 @@ void finetune(const Settings& settings) {
   smp::DistributedOptimizer<torch::optim::AdamW> optimizer(
       learnt, torch::optim::AdamWOptions(settings.lr).weight_decay(0));
   smp::load_pretrained(settings.from, model, smp::PretrainedOptions().names(names));
-  // What learns goes to the last partition, so that all others run forwards only.
+  // Trained layers go to the last partition, so that all others run forwards only.
   for (const auto& block : adapted_blocks(net, settings)) {
     smp::set_partition(block, smp::pp_size() - 1);
   }

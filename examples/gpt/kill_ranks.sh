@@ -3,12 +3,12 @@
 # usage: examples/gpt/kill_ranks.sh [--steps N] [ARGUMENTS OF GPT...]
 #
 # Trains the GPT on 4 ranks twice, the second time under `smprun --restarts 3`, and kills three of
-# its ranks (kill -9), one after the other. Each must have been named, and both jobs must have left the
-# same bytes. (Without measured times, by which another start may get another plan, and other files.)
-# In the environment: SMPRUN, GPT, CONFIG and SMP_CKPT, the launcher, the program, its configuration
-# and what prints the hashes of a checkpoint. With RECOVERY=restart the second job goes on from its
-# copy in memory instead, and saves at the end only; with RECOVERY=shrink it loses two ranks and goes
-# on with fewer, so that others write the files.
+# its ranks (kill -9), one after the other. Each must have been named, and both jobs must have left
+# the same bytes. (Without measured times, by which another start may get another plan, and other
+# files.) In the environment: SMPRUN, GPT, CONFIG and SMP_CKPT, the launcher, the program, its
+# configuration and the printer of a checkpoint's hashes. With RECOVERY=restart the second job goes
+# on from its copy in memory instead, and saves at the end only; with RECOVERY=shrink it loses two
+# ranks and goes on with fewer, so that others write the files.
 set -euo pipefail
 steps=400
 if [ "${1:-}" = --steps ]; then steps=$2 && shift 2; fi

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The program that a libtorch user would start from: one process trains a byte-level GPT.
-// `train.cc` is the same program on many ranks; compare the two to see what `smp` asks for.
+// `train.cc` is the same program on many ranks; compare the two to see the demands of `smp`.
 #include <torch/torch.h>
 
 #include <filesystem>

@@ -55,7 +55,7 @@ void Progress::update(int64_t step, double loss) {
   const ProgressState state{step, steps_, smooth_loss_,
                             static_cast<double>(tokens_per_step_) / per_step,
                             per_step * static_cast<double>(steps_ - step)};
-  // "\x1b[K" clears what a longer line left behind.
+  // "\x1b[K" clears the rest of a longer line.
   out_ << (in_place_ ? "\r" : "") << progress_line(state) << (in_place_ ? "\x1b[K" : "\n");
   if (in_place_ && last) out_ << "\n";
   out_.flush();

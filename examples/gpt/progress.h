@@ -11,7 +11,7 @@ namespace gpt {
 /// Converts a loss in nats a byte to bits a byte.
 double bits_per_byte(double loss);
 
-/// What one line of progress shows.
+/// The content of one line of progress.
 struct ProgressState {
   int64_t step = 0;              ///< steps done
   int64_t steps = 0;             ///< steps in all

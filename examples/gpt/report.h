@@ -11,7 +11,7 @@ namespace gpt {
 /// computed the same losses, to the last bit, if their files are equal.
 class LossLog {
  public:
-  /// Writes to `file` from step `first` on, after what it says of the steps before; an empty name
+  /// Writes to `file` from step `first` on, after its lines about the steps before; an empty name
   /// makes a log that drops everything. Throws `std::runtime_error` if the file cannot be written.
   LossLog(const std::string& file, int64_t first);
 

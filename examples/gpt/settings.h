@@ -9,8 +9,8 @@
 
 namespace gpt {
 
-/// What the command line of `gpt` and `gpt_plain` says. The defaults are the quickstart's job: two
-/// to three minutes on two cores.
+/// The command line of `gpt` and `gpt_plain`. The defaults are the quickstart's job: two to three
+/// minutes on two cores.
 struct Settings {
   std::vector<std::string> data;  ///< text files; none: the licence texts of this machine
   int64_t layers = 4;

@@ -28,7 +28,7 @@ class TextData {
   /// One block of so many is held out, the last of each group.
   static constexpr int64_t kHeldOutEvery = 10;
 
-  /// Splits `text`; `name` is what errors call it. Throws `c10::ValueError` if the text is shorter
+  /// Splits `text`; `name` is its name in errors. Throws `c10::ValueError` if the text is shorter
   /// than `kHeldOutEvery` blocks, as there would be nothing to hold out.
   TextData(const std::string& text, const std::string& name);
 

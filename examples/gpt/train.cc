@@ -26,7 +26,8 @@ double mean(const smp::StepOutput& losses) {
   return losses.reduce_mean(smp::CommGroup::kDp).item<double>();
 }
 
-void train(const Settings& settings) {
+/// Returns the program's exit status.
+int train(const Settings& settings) {
   smp::init(settings.config.empty() ? smp::Config() : smp::Config::from_file(settings.config));
   if (settings.device != "cpu") {
     smp::set_device(device_of(settings.device, smp::local_rank()).index());
@@ -60,7 +61,8 @@ void train(const Settings& settings) {
       smp::step([&](torch::Tensor x) { return model(x); }, smp::StepOptions().microbatches(1));
 
   const std::string& folder = settings.checkpoint_dir;
-  // After a restart by `smprun`, what this job kept or saved; --resume is about an earlier job.
+  // After a restart by `smprun`, the copy or checkpoint of this job; --resume is about an earlier
+  // job.
   auto resumed = smp::resume_after_restart(model, optimizer);
   if (!resumed && settings.resume) resumed = smp::load(folder, model, optimizer);
   const int64_t first = resumed ? resumed->step : 0;
@@ -80,8 +82,10 @@ void train(const Settings& settings) {
     if (leader) progress.update(step + 1, loss);
     losses.add(step, loss);
     const bool is_due = settings.save_every > 0 && (step + 1) % settings.save_every == 0;
-    if (is_due || step + 1 == settings.last_step()) smp::save(folder, model, optimizer);
-    smp::keep_copy(model, optimizer);  // for "recovery": what is done is not done again
+    const bool stops = smp::stop_requested();  // for "preempt_seconds": --resume goes on
+    if (is_due || stops || step + 1 == settings.last_step()) smp::save(folder, model, optimizer);
+    if (stops) return smp::kPreemptedStatus;
+    smp::keep_copy(model, optimizer);  // for "recovery": finished work is not repeated
   }
 
   model->eval();
@@ -93,13 +97,14 @@ void train(const Settings& settings) {
   const auto next_byte = [&](const at::Tensor& x) { return logits(x).outputs().front(); };
   const auto sample =
       sample_text(next_byte, "\n", settings.sample, settings.sequence, settings.seed);
-  if (!leader) return;
+  if (!leader) return 0;
   const double ours = bits_per_byte(sum / static_cast<double>(batches.size()));
   const double trigram = TrigramModel(text.training_text()).bits_per_byte(text.held_out_text());
   std::cout << held_out_line(ours, trigram) << "\n\nsample:\n"
             << printable(sample) << "\n\n"
             << model->partition_report() << "\ncheckpoint: " << folder << "\n";
   if (!settings.losses.empty()) std::cout << "losses: " << settings.losses << "\n";
+  return 0;
 }
 
 }  // namespace

@@ -31,7 +31,8 @@ class TrigramModel {
     uint32_t total = 0;
     uint32_t distinct = 0;
   };
-  /// What was counted behind contexts of one length; the bytes of a key are context, then follower.
+  /// The followers counted behind contexts of one length; the bytes of a key are context, then
+  /// follower.
   struct Order {
     std::unordered_map<uint32_t, Followers> contexts;
     std::unordered_map<uint32_t, uint32_t> counts;

@@ -22,7 +22,7 @@ struct Shape {
   TORCH_ARG(int64_t, token_types) = 2;
   TORCH_ARG(int64_t, first_position) = 0;  ///< 2 for RoBERTa, whose table has two rows for padding
   TORCH_ARG(int64_t, rotary) = 64;         ///< channels of a head that are turned
-  TORCH_ARG(int64_t, channels) = 3;        ///< of an image
+  TORCH_ARG(int64_t, channels) = 3;        ///< channels of an image
   TORCH_ARG(int64_t, image) = 224;         ///< pixels on a side
   TORCH_ARG(int64_t, patch) = 16;
   TORCH_ARG(int64_t, classes) = 1000;
@@ -51,7 +51,7 @@ inline torch::nn::LayerNorm make_norm(const Shape& shape) {
   return torch::nn::LayerNorm(torch::nn::LayerNormOptions({shape.width()}).eps(shape.epsilon()));
 }
 
-/// What an activation of a configuration is.
+/// The result of a configuration's activation.
 inline torch::Tensor activated(const torch::Tensor& x, const std::string& activation) {
   return activation == "relu" ? torch::relu(x)
                               : torch::gelu(x, activation == "gelu_new" ? "tanh" : "none");

@@ -4,7 +4,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
-/// What the examples learn: to count on.
+/// The task of the examples: to count on.
 namespace llama {
 
 /// Tokens and those that come next, [rows, length] both.

@@ -22,7 +22,7 @@ inline void write_config(const std::string& folder, const LlamaOptions& options)
   std::ofstream(folder + "/config.json") << config.dump(2) << "\n";
 }
 
-/// What a config.json says. Since its version 5 transformers has the base of the rotary angles
+/// The options in a config.json. Since its version 5 transformers has the base of the rotary angles
 /// under "rope_parameters".
 inline LlamaOptions options_of(const nlohmann::json& config) {
   const bool nested = config.contains("rope_parameters");

@@ -28,14 +28,14 @@ struct LinearImpl : torch::nn::Module {
   LinearImpl(int64_t in, int64_t out) {
     weight = register_parameter("weight", torch::randn({out, in}) / std::sqrt(in));
   }
-  /// LoRA (Hu et al., arXiv 2106.09685): keeps the weight and learns what is added to it, a product
+  /// LoRA (Hu et al., arXiv 2106.09685): keeps the weight and learns a term added to it, a product
   /// of two matrices of this rank, which begins at zero.
   void adapt(int64_t rank) {
     const auto in = weight.size(1);
     low_in = register_parameter("low_in", torch::randn({rank, in}) / std::sqrt(in));
     low_out = register_parameter("low_out", torch::zeros({weight.size(0), rank}));
   }
-  /// Adds to the weight what was learnt.
+  /// Adds the learnt term to the weight.
   void merge() {
     const torch::NoGradGuard no_grad;
     weight += low_out.mm(low_in);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Trains a small Llama to count, on any number of ranks: stages, divided layers and replicas, as
-// the configuration says. What it writes opens in Hugging Face's library.
+// the configuration says. Hugging Face's library opens its output.
 //
 //     tools/smprun --np 4 --config examples/llama/2x2.json bazel-bin/examples/llama/llama --to
 //     counting

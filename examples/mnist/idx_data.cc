@@ -65,7 +65,7 @@ class Reader {
   std::unique_ptr<gzFile_s, int (*)(gzFile)> stream_;
 };
 
-/// Reads bytes into memory that grows with what the file holds, whatever its header claims.
+/// Reads bytes into memory that grows with the file's content, whatever its header claims.
 at::Tensor read_data(Reader& reader, int64_t count) {
   at::Tensor data = at::empty({0}, at::kByte);
   for (int64_t done = 0; done < count;) {

@@ -10,8 +10,8 @@
 namespace mnist {
 
 /// Reads an idx file of unsigned bytes, plain or gzipped, as a uint8 tensor of the file's shape.
-/// Throws `c10::ValueError` with the file's name, what was expected and what was found if the file
-/// is missing, truncated, too long or of another format.
+/// Throws `c10::ValueError` with the file's name, the expectation and the content if the file is
+/// missing, truncated, too long or of another format.
 at::Tensor read_idx(const std::string& file);
 
 /// Labelled digits.
@@ -46,7 +46,7 @@ class EpochSampler {
   /// `count` digits in batches of `batch_size`. Throws `c10::ValueError` if they do not fill one.
   EpochSampler(int64_t count, int64_t batch_size, uint64_t seed);
 
-  /// Indices (int64) of each batch of `epoch`. What does not fill a batch is dropped.
+  /// Indices (int64) of each batch of `epoch`. Digits that do not fill a batch are dropped.
   std::vector<at::Tensor> batches(int64_t epoch) const;
 
  private:

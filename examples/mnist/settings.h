@@ -7,15 +7,15 @@
 
 namespace mnist {
 
-/// What the command line of `mnist` and `mnist_plain` says; names and defaults are those of the
-/// PyTorch script.
+/// The command line of `mnist` and `mnist_plain`; names and defaults are those of the PyTorch
+/// script.
 struct Settings {
   std::string data;               ///< folder of the idx files
   int64_t batch_size = 64;        ///< digits of a training step, for each replica
   int64_t test_batch_size = 500;  ///< digits of an evaluation step
   int64_t epochs = 14;
   double lr = 1.0;
-  double gamma = 0.7;  ///< what the learning rate is multiplied by after each epoch
+  double gamma = 0.7;  ///< factor of the learning rate after each epoch
   uint64_t seed = 1;
   int64_t log_interval = 10;   ///< steps between two lines of output
   int64_t max_steps = 0;       ///< steps of an epoch at most; 0: all of them

@@ -14,7 +14,7 @@
 
 namespace mnist {
 
-/// What the two programs of this folder need to know of the launch.
+/// The launch, as far as the two programs of this folder need to know it.
 struct Place {
   int rank;
   int size;
@@ -73,8 +73,8 @@ void test(Model& model, const Digits& digits, torch::Device device, const Settin
   print_test(loss, correct, digits.size());
 }
 
-/// As `module.load(archive)`, which gives parameters other memory: c10d's reducer would know
-/// nothing of their gradients any more.
+/// Loads without giving parameters other memory, as `module.load(archive)` would: c10d's reducer
+/// would know nothing of their gradients any more.
 inline void load_in_place(torch::nn::Module& module, torch::serialize::InputArchive& archive) {
   const torch::NoGradGuard no_grad;
   for (auto& parameter : module.named_parameters(/*recurse=*/false)) {

@@ -21,7 +21,7 @@ namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-/// What torch.nn.parallel.DistributedDataParallel does in Python.
+/// The counterpart of torch.nn.parallel.DistributedDataParallel in Python.
 class Replica {
  public:
   Replica(ConvNet net, Group group)

@@ -27,8 +27,8 @@
 namespace {
 
 constexpr int64_t kEpochs = 12;
-constexpr int64_t kSamples = 1024;       // of training; a quarter as many for validation
-constexpr int64_t kBatch = 64;           // of all replicas together
+constexpr int64_t kSamples = 1024;       // samples of training; a quarter as many for validation
+constexpr int64_t kBatch = 64;           // samples of all replicas together
 constexpr int64_t kPassesPerUpdate = 2;  // gradient accumulation: an update sees 128 samples
 constexpr int64_t kUpdatesPerEpoch = kSamples / kBatch / kPassesPerUpdate;
 constexpr int64_t kWarmup = 10;  // updates
@@ -218,7 +218,7 @@ int main(int argc, char** argv) {
       },
       smp::StepOptions().name("validate"));
 
-  auto resumed = smp::resume_after_restart(model, optimizer);  // by smprun, after a failure
+  auto resumed = smp::resume_after_restart(model, optimizer);  // set by smprun, after a failure
   if (!resumed) {
     resumed = smp::resume_from_checkpoint(folder, std::nullopt, model, optimizer,
                                           smp::LoadOptions().begin_anew(true));

@@ -61,7 +61,7 @@ class EmptyGraphs final : public c10::WarningHandler {
   bool seen_ = false;
 };
 
-/// Forgets what cuBLAS was lent for a stream: it belongs to the graphs.
+/// Forgets the memory lent to cuBLAS for a stream: it belongs to the graphs.
 void forget_workspaces(at::cuda::WorkspaceMapWithMutex& workspaces, cudaStream_t stream) {
   const std::unique_lock lock(workspaces.mutex);
   for (auto entry = workspaces.map.begin(); entry != workspaces.map.end();) {
@@ -98,7 +98,8 @@ class CudaGraph final : public DeviceGraph {
   explicit CudaGraph(std::shared_ptr<const Shared> shared) : shared_(std::move(shared)) {}
 
   /// libtorch marks the default generator as captured, too, and leaves it so if the capture fails:
-  /// it gets another one for that moment. Other threads may go on with what they have begun.
+  /// it gets another one for that moment. Other threads may go on with the work that they have
+  /// begun.
   void begin(const std::vector<size_t>& generators) override {
     const auto lock = lock_generators();
     const Substitute substitute(shared_->device,

@@ -57,7 +57,7 @@ class Builder final : public GraphWriter {
     return std::move(result_);
   }
 
-  // What rules write with.
+  // Interface for rules that write operators.
 
   ValueId argument(int position) override {
     const Call& call = *call_;
@@ -90,7 +90,7 @@ class Builder final : public GraphWriter {
     }
   }
 
-  /// What stands for one operator of the whole graph.
+  /// Adds the operators that stand for one of the whole graph.
   void add_call(size_t index) {
     const Call& call = propagation_.calls()[index];
     call_ = &call;
@@ -163,7 +163,7 @@ class Builder final : public GraphWriter {
     }
   }
 
-  /// The same operator, on what each rank has.
+  /// The same operator, on each rank's tensors.
   std::vector<ValueId> add_same(const Call& call) {
     if (auto results = add_reordered(call)) return std::move(*results);
     Operator op = call.op();
@@ -259,7 +259,7 @@ class Builder final : public GraphWriter {
         [&](const Conversion& step, ValueId from) { return convert(value, step, from, gradient); });
   }
 
-  /// The operators that stand for a call share what it costs, divided if they work on parts.
+  /// The operators that stand for a call share its cost, divided if they work on parts.
   void share_cost(const Call& call) {
     std::vector<int> sharing;
     for (int index : result_.operators[call.index()]) {
@@ -357,9 +357,9 @@ class Builder final : public GraphWriter {
   }
 
   const Outcome& outcome_;
-  std::vector<ValueId> ids_;  // by value of the whole graph, as its operator makes it
+  std::vector<ValueId> ids_;  // values of the whole graph, as their operators make them
   Conversions<ValueId> conversions_;
-  std::map<int, int> recorded_sets_;  // of the call's arguments: alias set here -> recorded
+  std::map<int, int> recorded_sets_;  // the arguments' alias set here -> recorded
 };
 
 }  // namespace

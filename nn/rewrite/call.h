@@ -25,19 +25,19 @@ using Pins = std::map<graph::ValueId, Layout>;
 
 /// The layouts of a graph's values, as far as they are known.
 struct Layouts {
-  std::vector<Layout> of;  ///< by value
-  /// By value: an activation that is divided because a pin says so, or because what it is made of
-  /// is, element for element.
+  std::vector<Layout> of;  ///< layout of each value
+  /// Whether each value is an activation that is divided because a pin says so, or because its
+  /// sources are, element for element.
   std::vector<char> in_stream;
   const Pins* pins = nullptr;
   /// Storages that are written so that they must not be divided, whatever a pin says.
   std::set<int> whole_sets;
-  std::vector<char> free;  ///< by value: a parameter that the first operator to need it may divide
-  /// By value: the operators that read it, ascending; at last `kAtEnd` if it is returned or
+  std::vector<char> free;  ///< a parameter that the first operator to need it may divide
+  /// The operators that read each value, ascending; at last `kAtEnd` if it is returned or
   /// differentiated.
   std::vector<std::vector<int>> users;
   static constexpr int kAtEnd = std::numeric_limits<int>::max();
-  /// By value: the operator after which it requires grad, see `graph::RequiresGrad::since`. That is
+  /// The operator after which each value requires grad, see `graph::RequiresGrad::since`. That is
   /// later than it was made if something that requires grad is written into a view of it.
   std::vector<int> requires_grad_since;
 };
@@ -54,27 +54,29 @@ struct Treatment {
     Layout layout;  ///< in which it would cost nothing
   };
 
-  /// By tensor argument (as `Call::tensors` numbers them): how the operator needs it.
+  /// The form in which the operator needs each tensor argument (as `Call::tensors` numbers them).
   std::vector<Layout> arguments;
-  /// By defined result (as `Call::results` numbers them).
+  /// The form of each defined result (as `Call::results` numbers them).
   std::vector<Layout> results;
-  /// Constants that name sizes, by position in the schema: what they are on a rank.
+  /// Constants that name sizes, by position in the schema: their values on a rank.
   std::vector<std::pair<int, c10::IValue>> constants;
   /// Null: the same operator on the local arguments.
   Emit emit = nullptr;
-  /// `emit` writes what the operator writes: without this it must not stand for one that writes.
+  /// `emit` writes the same values as the operator: without this it must not stand for one that
+  /// writes.
   bool emit_writes = false;
-  /// The pass tries to divide what makes these.
+  /// The pass tries to divide the makers of these.
   std::vector<Wish> wishes;
-  /// What moves inside `emit`: bytes that are summed over the ranks in the forward, to parts if the
-  /// result is divided.
+  /// The bytes that are summed over the ranks inside `emit` in the forward, to parts if the result
+  /// is divided.
   int64_t reduced_bytes = 0;
   /// The argument whose parts `emit` gathers, again in the backward pass; -1: none.
   int gathered = -1;
   /// Parameters that it needs in parts are cut, not divided for good: for a stream's sake, which
   /// may be divided otherwise in later graphs.
   bool cuts_parameters = false;
-  /// Of a view that needs a divided argument whole: into how many parts it could divide it; else 0.
+  /// The number of parts into which a view that needs a divided argument whole could divide it;
+  /// else 0.
   int64_t obstacle_parts = 0;
 };
 
@@ -84,8 +86,8 @@ bool is_contiguous(const graph::TensorMeta& meta);
 /// True if the ranks share the work: an argument or a result is divided or partial.
 bool works_on_parts(const Treatment& treatment);
 
-/// One operator of the whole graph, and how its arguments lie on the ranks at present. What rules
-/// decide by.
+/// One operator of the whole graph, and how its arguments lie on the ranks at present. Rules decide
+/// by it.
 class Call {
  public:
   Call(const graph::Graph& graph, size_t index, int ranks, const Layouts& layouts,
@@ -137,7 +139,7 @@ class Call {
   bool may_become(int position, const Layout& layout) const;
   /// It is whole and no gradient flows back to it: a part of it costs nothing.
   bool is_free_of_gradient(int position) const;
-  /// What the argument holds when the operator is called requires grad.
+  /// Whether the argument requires grad when the operator is called.
   bool requires_grad(int position) const {
     return layouts_.requires_grad_since[tensors_[position]] < static_cast<int>(index_);
   }
@@ -172,7 +174,7 @@ class Call {
   bool in_place_ = false;
   std::vector<graph::ValueId> tensors_;
   std::vector<graph::ValueId> results_;
-  std::vector<int> first_position_;  // by argument of the schema
+  std::vector<int> first_position_;  // first position of each argument of the schema
 };
 
 /// True for float16 and bfloat16.
@@ -184,7 +186,7 @@ bool is_product(const std::string& base_name);
 /// True for an operator ("aten::transpose") whose results have the elements of its first argument.
 bool is_rearrangement(const std::string& base_name);
 
-/// True for a parameter, and for what only rearranges one.
+/// True for a parameter, and for a value that only rearranges one.
 bool comes_from_parameter(const graph::Graph& graph, graph::ValueId value);
 
 }  // namespace smp::nn::rewrite

@@ -20,7 +20,7 @@ using graph::ValueKind;
 constexpr double kTie = 1e-9;
 /// How far a search follows the values of the graph.
 constexpr int kReach = 12;
-/// More blocks than this are not what a projection has.
+/// No projection has more blocks than this.
 constexpr int64_t kMostBlocks = 8;
 
 bool is_one_of(const std::string& name, std::initializer_list<const char*> names) {
@@ -46,7 +46,7 @@ class Chooser {
       if (choice_.pins.count(weight) > 0 && fixed_.count(weight) == 0) reconsider(weight);
     }
     propagation_.expect_streams(false);
-    // What a later choice divided was not refused after all.
+    // A weight that a later choice divided was not refused after all.
     for (auto it = choice_.refusals.begin(); it != choice_.refusals.end();) {
       it = best_.layouts[it->first].is_divided() ? choice_.refusals.erase(it) : std::next(it);
     }
@@ -66,8 +66,8 @@ class Chooser {
     return pins.count(value) == 0 && !outcome.layouts[value].is_divided();
   }
 
-  /// By first use; tables of embeddings at the end, since how they are divided depends on what
-  /// reads their rows.
+  /// Weights by first use; tables of embeddings at the end, since how they are divided depends on
+  /// the readers of their rows.
   std::vector<ValueId> weights_in_order() const {
     std::vector<std::tuple<bool, int, ValueId>> found;
     for (size_t v = 0; v < graph_.values.size(); ++v) {
@@ -182,8 +182,8 @@ class Chooser {
     return made;
   }
 
-  /// The parameters that may be divided for a value to be divided: itself, what it is a view of, or
-  /// the weights and biases of the first products before it.
+  /// The parameters that may be divided for a value to be divided: itself, its base, or the weights
+  /// and biases of the first products before it.
   std::vector<ValueId> origins(ValueId value) const {
     std::vector<ValueId> found;
     std::set<ValueId> seen;
@@ -207,7 +207,7 @@ class Chooser {
   }
 
   /// How a weight may be divided: fewer blocks first. For its own sake, only along dimensions that
-  /// divide the result of its products; what is summed over is divided where another operand is.
+  /// divide the result of its products; the summed dimension is divided where another operand's is.
   std::vector<Layout> options_of(ValueId weight, bool for_own_sake) const {
     const auto& sizes = graph_.values[weight].meta.sizes;
     std::set<int64_t> blocks = {1};
@@ -255,7 +255,7 @@ class Chooser {
     }
   }
 
-  /// Into how many pieces operators take apart the weight, or what products make of it.
+  /// Into how many pieces operators take apart the weight, or the results of products with it.
   void add_hints(ValueId weight, std::set<int64_t>& blocks) const {
     std::vector<std::pair<ValueId, int>> open = {{weight, 0}};
     std::set<ValueId> seen;
@@ -292,7 +292,7 @@ class Chooser {
     if (count > 1 && count <= kMostBlocks) blocks.insert(count);
   }
 
-  /// Of a view that takes the last dimension apart: its first factor.
+  /// The first factor of a view that takes the last dimension apart.
   static int64_t leading_factor(c10::IntArrayRef from, c10::IntArrayRef to) {
     if (from.empty()) return 1;
     int64_t product = 1;

@@ -11,8 +11,8 @@ namespace smp::nn::rewrite {
 /// Which parameters to divide.
 struct Choice {
   Pins pins;
-  double whole_us = 0;  ///< predicted with nothing divided but what is fixed
-  /// By parameter that could have been divided and is not: why.
+  double whole_us = 0;  ///< predicted with only fixed divisions
+  /// The reason for each parameter that could have been divided and is not.
   std::map<graph::ValueId, std::string> refusals;
 };
 
@@ -23,8 +23,8 @@ bool is_weight(const Propagation& propagation, graph::ValueId value);
 /// divide it along its dimensions, in one block or in as many as the operators behind it suggest;
 /// with each try, weights of other branches that meet this one (`Outcome::wishes`) are divided too
 /// where that helps. The try with the shortest predicted time is kept if it is shorter than
-/// without, or if it has to be (`insist`); ties go to what was tried first. Attention whose heads
-/// cannot be divided is left alone.
+/// without, or if it has to be (`insist`); ties go to the first try. Attention whose heads cannot
+/// be divided is left alone.
 Choice choose(Propagation& propagation, const Pins& fixed, bool insist);
 
 }  // namespace smp::nn::rewrite

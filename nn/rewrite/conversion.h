@@ -30,12 +30,11 @@ struct Conversion {
 /// The first conversion on the way from one layout to another. They must differ.
 Conversion first_conversion(const Layout& from, const Layout& to);
 
-/// What it moves for a value of so many bytes (whole); backwards only with a gradient.
+/// The traffic for a value of so many bytes (whole); backwards only with a gradient.
 Traffic traffic_of(Collective collective, int64_t bytes, bool has_gradient, int ranks);
 
-/// What moves inside the operators that stand for a call: for sums, and for what is gathered, in
-/// the forward pass and again for the weight's gradient, while that of the input is summed to
-/// parts.
+/// The traffic inside the operators that stand for a call: for sums, and for gathers, in the
+/// forward pass and again for the weight's gradient, while that of the input is summed to parts.
 Traffic traffic_inside(const Call& call, const Treatment& treatment);
 
 /// The predicted time of forward and backward.
@@ -55,7 +54,7 @@ class Conversions {
   void add(graph::ValueId value, const Layout& layout, Id id) {
     known_[value].emplace_back(layout, std::move(id));
   }
-  /// What was written is converted anew; `home` is the layout it exists in.
+  /// Makes a written value be converted anew; `home` is the layout it exists in.
   void forget(graph::ValueId value, const Layout& home) {
     auto& list = known_[value];
     list.erase(std::remove_if(list.begin(), list.end(),
@@ -87,7 +86,7 @@ class Conversions {
   }
 
  private:
-  std::vector<std::vector<std::pair<Layout, Id>>> known_;  // by value
+  std::vector<std::vector<std::pair<Layout, Id>>> known_;  // known forms of each value
 };
 
 }  // namespace smp::nn::rewrite

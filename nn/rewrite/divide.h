@@ -16,29 +16,29 @@
 
 namespace smp::nn::rewrite {
 
-/// What `divide` may do, and what it reckons with.
+/// Permissions of `divide`, and the costs with which it reckons.
 struct DivideOptions {
-  int ranks = 1;  ///< of the tensor-parallel group
+  int ranks = 1;  ///< size of the tensor-parallel group
   /// Names of the parameters whose modules are marked for tensor parallelism.
   std::set<std::string> allowed;
   /// How parameters are divided already, by earlier graphs: followed whatever it costs.
   std::map<std::string, ParameterSplit> fixed;
   /// Every weight that can be divided is: the predicted time decides how, not whether.
   bool insist = false;
-  /// By parameter: how operators are computed on what it has made (`AttentionForm`,
+  /// The way in which operators compute on the results of each parameter (`AttentionForm`,
   /// `residual_sums`).
   std::map<std::string, TensorParallelismOptions> options_of;
   /// Choose by times that follow from sizes alone, so that every run chooses the same, instead of
   /// by the graph's costs, which may be measured.
   bool estimate = false;
-  double bytes_per_us = 5000;  ///< what a rank sends to the others
-  double latency_us = 20;      ///< of one collective
-  /// What a microbatch pays for a byte of a parameter that a rank holds: its gradient is computed,
-  /// added up and used (four passes at 5 GB/s).
+  double bytes_per_us = 5000;  ///< rate at which a rank sends to the others
+  double latency_us = 20;      ///< latency of one collective
+  /// The cost of a byte of a parameter that a rank holds, for one microbatch: its gradient is
+  /// computed, added up and used (four passes at 5 GB/s).
   double parameter_us_per_byte = 0.0008;
   /// Divide the activations between divided layers, too (`optimize: "memory"`).
   bool streams = false;
-  /// What a byte of an activation is worth, for `streams`, that a rank need not keep of a
+  /// The gain, for `streams`, from a byte of an activation that a rank need not keep of a
   /// microbatch until its backward pass: five saved make up for one us.
   double activation_us_per_byte = 0.2;
 };
@@ -47,9 +47,9 @@ struct DivideOptions {
 struct ParameterDecision {
   std::string name;
   std::vector<int64_t> sizes;
-  int64_t bytes = 0;                    ///< of the whole
+  int64_t bytes = 0;                    ///< bytes of the whole
   std::optional<ParameterSplit> split;  ///< nothing: every rank holds the whole
-  std::string reason;                   ///< of a whole one, a sentence without its full stop
+  std::string reason;                   ///< reason of a whole one, a sentence without its full stop
   /// A weight of a marked module, of products or an embedding, that stays whole.
   bool skipped = false;
 };
@@ -60,12 +60,12 @@ struct StreamDecision {
   std::string first;           ///< the module where it begins
   std::string last;            ///< and where it ends, or the last of several like it
   int streams = 1;             ///< so many alike, one after the other
-  std::vector<int64_t> sizes;  ///< of the activation that was tried first
+  std::vector<int64_t> sizes;  ///< sizes of the activation that was tried first
   int dim = -1;                ///< along which each rank has its part; -1: every rank has all of it
-  std::string reason;          ///< of a whole one, a sentence without its full stop
+  std::string reason;          ///< reason of a whole one, a sentence without its full stop
 };
 
-/// What the ranks of the group send each other for one microbatch.
+/// The messages between ranks of the group for one microbatch.
 struct Traffic {
   int forward_calls = 0;
   int backward_calls = 0;
@@ -75,26 +75,26 @@ struct Traffic {
   Traffic& operator+=(const Traffic& other);
 };
 
-/// The graph that each rank of a tensor-parallel group runs, on its parts of the parameters. What
-/// depends on the rank is inside the operators `smp::tp_*`.
+/// The graph that each rank of a tensor-parallel group runs, on its parts of the parameters. The
+/// parts that depend on the rank are inside the operators `smp::tp_*`.
 struct DividedGraph {
   graph::Graph graph;
-  int ranks = 1;  ///< of the group
-  /// By operator of the whole graph: those that stand for it.
+  int ranks = 1;  ///< size of the group
+  /// The operators that stand for each operator of the whole graph.
   std::vector<std::vector<int>> operators;
-  /// By value of the whole graph: the one that stands for it, as its operator makes it (which may
+  /// The value that stands for each value of the whole graph, as its operator makes it (which may
   /// be brought to another layout at once).
   std::vector<std::vector<graph::ValueId>> values;
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
-  std::vector<StreamDecision> streams;               ///< with `DivideOptions::streams`
+  std::vector<StreamDecision> streams;               ///< decisions with `DivideOptions::streams`
   /// Operators of the whole graph that are computed as `DivideOptions::options_of` says.
   std::set<size_t> computed_otherwise;
-  /// Of activations, that a rank keeps of a microbatch until its backward pass: predicted from
+  /// Bytes of activations that a rank keeps of a microbatch until its backward pass: predicted from
   /// sizes. The second: if all streams were whole.
   int64_t kept_bytes = 0, kept_bytes_with_whole_streams = 0;
   Traffic traffic;
-  std::map<std::string, Traffic> traffic_of;  ///< by the scope of the operators that need it
+  std::map<std::string, Traffic> traffic_of;  ///< traffic by the operators' scope
   double whole_us = 0;    ///< predicted time of a microbatch, all parameters whole
   double divided_us = 0;  ///< the same as divided
 
@@ -111,10 +111,10 @@ struct DividedGraph {
     int argument;
     std::function<c10::IValue(const c10::IValue&)> change;  ///< null: as it is
   };
-  /// By operator and argument of the whole graph.
+  /// Targets by operator and argument of the whole graph.
   std::map<std::pair<int, int>, std::vector<Target>> targets;
   std::vector<std::string>
-      names;  ///< of the whole graph's operators with targets nowhere, by index
+      names;  ///< names of the whole graph's operators with targets nowhere, by index
 };
 
 /// Why no parameter of the graph can be divided, as a sentence without its full stop; empty: some
@@ -131,7 +131,7 @@ std::string why_not(const graph::Graph& whole, const DivideOptions& options);
 /// wrong.
 DividedGraph divide(const graph::Graph& whole, const DivideOptions& options);
 
-/// What became of every parameter, and what is moved, as a table.
+/// A table of every parameter's division, and of the traffic.
 std::string report(const DividedGraph& divided);
 
 }  // namespace smp::nn::rewrite

@@ -10,15 +10,15 @@
 
 namespace smp::nn::rewrite {
 
-/// What makes the operators of the divided graph that stand for one of the whole graph. They run in
-/// its mode and scope, and share its cost; random ones draw from its stream.
+/// Makes the operators of the divided graph that stand for one of the whole graph. They run in its
+/// mode and scope, and share its cost; random ones draw from its stream.
 class Emitter {
  public:
   virtual ~Emitter() = default;
 
   /// The tensor argument at a position of the call, in the layout that the treatment asks for.
   virtual graph::ValueId argument(int position) = 0;
-  /// Adds an operator; what its result is like follows from its arguments. Returns the result.
+  /// Adds an operator; the form of its result follows from its arguments. Returns the result.
   virtual graph::ValueId call(const char* name, const char* overload,
                               std::vector<graph::Argument> arguments) = 0;
   /// The same for an operator of ours, whose result is contiguous.
@@ -39,7 +39,7 @@ class Emitter {
 
   /// A value in another type; itself if it has that.
   graph::ValueId converted(graph::ValueId value, at::ScalarType type);
-  /// The same of a value that is kept: `widened` returns that of what is returned here.
+  /// The same of a value that is kept: `widened` of the result returns it.
   graph::ValueId rounded(graph::ValueId value, at::ScalarType type);
   /// Half precision in float32: as it was before it was rounded, if `rounded` did that. Other types
   /// as they are.
@@ -49,7 +49,7 @@ class Emitter {
   static graph::Argument constant(c10::IValue value);
 
  private:
-  std::map<graph::ValueId, graph::ValueId> wide_;  // by what was rounded
+  std::map<graph::ValueId, graph::ValueId> wide_;  // the float32 value of each rounded one
 };
 
 }  // namespace smp::nn::rewrite

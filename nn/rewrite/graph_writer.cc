@@ -240,7 +240,7 @@ ValueId GraphWriter::convert(ValueId value, const Conversion& step, ValueId from
   return id;
 }
 
-/// What `tp_copy` shares memory with must not change while it is used.
+/// Memory that `tp_copy` shares must not change while it is used.
 bool GraphWriter::is_written_later(ValueId value) const {
   return call_ != nullptr &&
          propagation_.is_written_after(whole_.values[value].alias_set, call_->index());

@@ -13,9 +13,9 @@
 
 namespace smp::nn::rewrite {
 
-/// Writes operators and values of the divided graph: what rules emit, and what turns one layout
-/// into another. Whoever derives from it sets `call_` and `treatment_`, which say what the written
-/// operators stand for.
+/// Writes operators and values of the divided graph: those that rules emit, and those that turn one
+/// layout into another. A derived class sets `call_` and `treatment_`, for which the written
+/// operators stand.
 class GraphWriter : public Emitter {
  public:
   graph::ValueId call(const char* name, const char* overload,
@@ -50,12 +50,13 @@ class GraphWriter : public Emitter {
   void note_writes(graph::Operator& op) const;
   void count(const std::string& scope, const Traffic& moved);
 
-  /// What a value has of gradients where it is read.
+  /// The gradients of a value where it is read.
   struct Gradient {
     bool required;  ///< it requires grad
     bool sent;      ///< and its reader sends one back
   };
-  /// Adds what turns `from`, which stands for a value of the whole graph, into another layout.
+  /// Adds the operators that turn `from`, which stands for a value of the whole graph, into another
+  /// layout.
   graph::ValueId convert(graph::ValueId value, const Conversion& step, graph::ValueId from,
                          Gradient gradient);
 
@@ -63,7 +64,7 @@ class GraphWriter : public Emitter {
   const graph::Graph& whole_;
   const DivideOptions& options_;
   DividedGraph result_;
-  std::set<graph::ValueId> requires_grad_;  // of the divided graph, though some were made without
+  std::set<graph::ValueId> requires_grad_;  // in the divided graph, though made without
   const Call* call_ = nullptr;              // null: at the end
   const Treatment* treatment_ = nullptr;
 

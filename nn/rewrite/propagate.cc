@@ -19,14 +19,14 @@ using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;
 
-/// Of each operator's time, what calling it takes, however little it has to do.
+/// The time that calling each operator takes, however little it has to do.
 constexpr double kCallUs = 1.0;
-// What moving bytes and computing takes, as of one core (`DivideOptions::estimate`).
+// The cost of moving bytes and computing, as of one core (`DivideOptions::estimate`).
 constexpr double kBytesPerUs = 5000.0;
 constexpr double kFlopsPerUs = 40000.0;
 
-/// True for what is no product, and makes an activation of which ranks may have parts along a
-/// dimension before the last.
+/// True for an operator that is no product, and makes an activation of which ranks may have parts
+/// along a dimension before the last.
 bool may_be_in_stream(const Call& call) {
   if (call.results().empty() || is_product(call.base_name())) return false;
   const auto& sizes = call.result_meta().sizes;
@@ -84,8 +84,8 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
         users.push_back(static_cast<int>(i));
     });
   }
-  // What the step function differentiates, every rank computes whole: gradients of parts are sums
-  // over the ranks only when the backward pass of the step is over.
+  // Ranges that the step function differentiates are computed whole by every rank: gradients of
+  // parts are sums over the ranks only when the backward pass of the step is over.
   for (const graph::DifferentiatedRange& range : graph::differentiated_ranges(graph)) {
     for (int i = range.first; i <= range.last; ++i) rules_[i] = nullptr;
   }
@@ -161,7 +161,7 @@ Treatment Propagation::treat(size_t index) {
   return treatment;
 }
 
-/// What the operator's rule says, if that respects what is written; else all is whole.
+/// The treatment that the operator's rule gives, if that respects writes; else all is whole.
 Treatment Propagation::treat_as_captured(size_t index) {
   const Call& call = calls_[index];
   const auto is_whole = [&](ValueId value) { return layouts_.of[value].is_whole(); };
@@ -182,7 +182,7 @@ Treatment Propagation::treat_as_captured(size_t index) {
   return whole;
 }
 
-/// A result would be a view of a joined copy, and not see what is written later, or not be seen.
+/// A result would be a view of a joined copy, and not see later writes, or not be seen.
 bool Propagation::cuts_views(const Call& call, const Treatment& treatment) const {
   for (size_t i = 0; i < call.tensors().size(); ++i) {
     const ValueId value = call.tensors()[i];
@@ -197,8 +197,8 @@ bool Propagation::cuts_views(const Call& call, const Treatment& treatment) const
   return false;
 }
 
-/// An operator may write what is in the layout that it asks for, or a joined copy that is all that
-/// anybody sees from then on.
+/// An operator may write an argument in the layout that it asks for, or a joined copy that is all
+/// that is seen from then on.
 bool Propagation::respects_writes(const Call& call, const Treatment& treatment) {
   bool in_stream = false;
   for (size_t i = 0; i < call.tensors().size(); ++i) {
@@ -229,7 +229,7 @@ bool Propagation::respects_writes(const Call& call, const Treatment& treatment) 
   return true;
 }
 
-/// Whether anybody sees the written storage otherwise than through the operator's results.
+/// Whether the written storage is seen otherwise than through the operator's results.
 bool Propagation::is_read_after(const Call& call, ValueId written) const {
   const int set = graph_.values[written].alias_set;
   if (lasting_[set]) return true;
@@ -241,7 +241,7 @@ bool Propagation::is_read_after(const Call& call, ValueId written) const {
   });
 }
 
-/// Counts the time of an operator and of the conversions it needs, and notes what it makes.
+/// Counts the time of an operator and of the conversions it needs, and notes its results.
 void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& outcome) {
   const int index = static_cast<int>(call.index());
   bool joins = false;
@@ -304,7 +304,7 @@ void Propagation::settle_result(const Call& call, const Treatment& treatment, si
   if (!made.is_whole()) conversions_.forget(value, home);
 }
 
-/// Counts what the operator's backward pass needs.
+/// Counts the tensors that the operator's backward pass needs.
 void Propagation::keep(const Call& call, const Treatment& treatment, Outcome& outcome) {
   const SavedForBackward& kept = kept_[call.index()];
   for (int position : kept.arguments) {

@@ -27,11 +27,11 @@ struct Wish {
 
 /// How a graph runs with some parameters divided.
 struct Outcome {
-  double us = 0;  ///< predicted time of a microbatch, with what memory of parameters costs
-  /// Of activations, that a rank keeps of a microbatch until its backward pass: predicted.
+  double us = 0;  ///< predicted time of a microbatch, with the costs of parameters' memory
+  /// Bytes of activations that a rank keeps of a microbatch until its backward pass: predicted.
   int64_t kept_bytes = 0;
-  std::vector<Treatment> treatments;  ///< by operator
-  std::vector<Layout> layouts;        ///< by value, as it is where it was made
+  std::vector<Treatment> treatments;  ///< treatment of each operator
+  std::vector<Layout> layouts;        ///< layout of each value, as it is where it was made
   std::vector<char> in_stream;        ///< see `Layouts`
   std::vector<Wish> wishes;
   std::vector<Obstacle> obstacles;
@@ -44,9 +44,9 @@ class Propagation {
   Propagation(const graph::Graph& graph, const DivideOptions& options);
 
   Outcome run(const Pins& pins);
-  /// From here on, with `DivideOptions::streams`: whether what is computed on whole activations,
-  /// and could be on parts of them, takes as long as on parts. So weights are divided as is best
-  /// when activations between them are divided, too.
+  /// From here on, with `DivideOptions::streams`: whether operators on whole activations that could
+  /// work on parts of them count the time of parts. So weights are divided as is best when
+  /// activations between them are divided, too.
   void expect_streams(bool on) { expects_streams_ = on && options_.streams; }
 
   /// How a result of an operator would be divided if the argument at that position were divided so,
@@ -69,8 +69,8 @@ class Propagation {
     return last_writes_[alias_set] > static_cast<int>(operator_index);
   }
 
-  /// True of a storage that is written and was not made contiguous: views of contiguous parts,
-  /// which is what streams are, may be copies that a write does not reach.
+  /// True of a storage that is written and was not made contiguous: views of contiguous parts, such
+  /// as streams, may be copies that a write does not reach.
   bool needs_strides(int alias_set) const {
     if (alias_set < 0 || last_writes_[alias_set] < 0) return false;
     return !is_contiguous(graph_.values[alias_sets_[alias_set].front()].meta);
@@ -96,15 +96,15 @@ class Propagation {
   Layouts layouts_;
   std::vector<Call> calls_;
   std::vector<Rule> rules_;
-  std::vector<double> times_;                            // of operators, undivided
-  std::vector<SavedForBackward> kept_;                   // of operators
-  std::vector<char> is_activation_;                      // by value
-  std::vector<char> may_be_in_stream_;                   // by operator: its result may be
-  std::vector<char> comes_from_parameter_;               // by value
-  std::vector<std::vector<Layout>> kept_as_;             // by value: the forms that are kept
+  std::vector<double> times_;                            // times of operators, undivided
+  std::vector<SavedForBackward> kept_;                   // tensors that operators keep
+  std::vector<char> is_activation_;                      // whether each value is one
+  std::vector<char> may_be_in_stream_;                   // whether each result may be
+  std::vector<char> comes_from_parameter_;               // whether each value does
+  std::vector<std::vector<Layout>> kept_as_;             // forms in which each value is kept
   std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
-  std::vector<bool> lasting_;                            // by alias set: outlives the microbatch
-  std::vector<int> last_writes_;                         // by alias set: the operator, or -1
+  std::vector<bool> lasting_;                            // sets that outlive the microbatch
+  std::vector<int> last_writes_;                         // last writer of each set, or -1
   Conversions<char> conversions_;
   const Pins no_pins_;
   bool expects_streams_ = false;

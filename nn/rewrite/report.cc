@@ -69,7 +69,7 @@ Row row_of(const StreamDecision& decision, int ranks) {
                            : c10::str("divided along dimension ", decision.dim)};
 }
 
-/// Which activations between divided layers are divided, and what that saves.
+/// Which activations between divided layers are divided, and the savings.
 void add_streams(const DividedGraph& divided, std::ostream& out) {
   if (divided.streams.empty()) return;
   std::vector<Row> rows = {{"activations between divided layers", "sizes", "on a rank", ""}};

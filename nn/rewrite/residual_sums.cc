@@ -23,8 +23,8 @@ class ResidualSums {
     }
   }
 
-  /// What a residual sum adds to the residual; nothing for other operators. To be asked of
-  /// operators in their order.
+  /// The value that a residual sum adds to the residual; nothing for other operators. Operators
+  /// must be asked in their order.
   std::optional<ValueId> branch(const Operator& op) {
     if (!is_sum_of_like(op)) return std::nullopt;
     const ValueId a = op.arguments[0].values[0], b = op.arguments[1].values[0];
@@ -55,7 +55,7 @@ class ResidualSums {
   /// Whether products of matrices lie on a way from `origin` to `value`.
   bool is_made_of(ValueId value, ValueId origin) const {
     const int last = graph_.values[value].producer;
-    // By value on a way from the origin: whether it went through a product.
+    // Whether the way from the origin to each reached value went through a product.
     std::unordered_map<ValueId, bool> reached{{origin, false}};
     for (int i = graph_.values[origin].producer + 1; i <= last; ++i) {
       const Operator& op = graph_.operators[i];
@@ -75,7 +75,7 @@ class ResidualSums {
   }
 
   const Graph& graph_;
-  std::vector<bool> written_;  // by alias set
+  std::vector<bool> written_;  // whether each alias set is written
   std::unordered_map<ValueId, bool> is_sum_;
 };
 

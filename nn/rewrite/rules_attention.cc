@@ -20,7 +20,7 @@ ValueId scaled(Emitter& emitter, ValueId value, double factor) {
   return emitter.call("aten::mul", "Scalar", {Emitter::tensor(value), Emitter::constant(factor)});
 }
 
-/// What every query may look at: -inf where a key comes later.
+/// The mask of keys that every query may see: -inf where a key comes later.
 ValueId masked_by_order(Emitter& emitter, ValueId scores) {
   const graph::TensorMeta meta = emitter.meta(scores);
   const std::vector<int64_t> sizes(meta.sizes.end() - 2, meta.sizes.end());

@@ -16,7 +16,7 @@ bool is_sum(const Call& call) {
   return call.base_name() == "aten::add" || call.base_name() == "aten::sub";
 }
 
-/// Sums of parts go through what is linear, if nobody else needs the sums.
+/// Sums of parts go through linear operators, if no other operator needs the sums.
 Result linear_on_partial(const Call& call) {
   const std::string& name = call.base_name();
   const auto partial = [&](int i) {
@@ -33,7 +33,7 @@ Result linear_on_partial(const Call& call) {
   return treatment;
 }
 
-/// What the result is made of: the first tensor. The others only lend their type.
+/// The result is divided like the first tensor. The others only lend their type.
 Result like_first(const Call& call) {
   if (!call.divided(0)) return linear_on_partial(call);
   Treatment treatment = call.all_whole();
@@ -153,7 +153,7 @@ const char* const kElementwise[] = {
     "square",       "sub",           "subtract",    "tan",         "tanh",        "threshold",
     "true_divide",  "trunc",         "where",       "xlogy",       "zero",        "zeros_like"};
 
-/// Whose argument `dim` names the dimensions that they work along.
+/// Operators whose argument `dim` names the dimensions that they work along.
 const char* const kAlongDim[] = {"all.dim",
                                  "amax",
                                  "amin",
@@ -182,7 +182,7 @@ const char* const kAlongDim[] = {"all.dim",
                                  "var.correction",
                                  "var.dim"};
 
-/// The divided argument that the others follow: what is divided as a stream is, if it may; -1:
+/// The divided argument that the others follow: one that is divided like a stream, if it may; -1:
 /// none.
 int leading(const Call& call) {
   const int first = call.first_divided();
@@ -227,7 +227,7 @@ std::optional<Treatment> elementwise(const Call& call) {
   }
   if (call.in_place() && !call.divided(0))
     return call.in_stream(first) ? Result(refused) : Result();
-  // A residual stream that is whole stays so: what is added to it is joined.
+  // A residual stream that is whole stays so: terms added to it are joined.
   if (costs && is_sum(call) && !call.in_stream(first)) return refused;
   for (Layout& layout : treatment.results) layout = Layout::divided(result_dim, blocks);
   return treatment;

@@ -35,7 +35,7 @@ struct Product {
   Treatment::Emit emit_gathered = nullptr;  ///< where `a` is divided by rows, and `b` by columns
 };
 
-/// What a dimension of an operand is in the product.
+/// The role of an operand's dimension in the product.
 enum class Role { kBatch, kRows, kInner, kColumns };
 
 class ProductRule {
@@ -71,7 +71,7 @@ class ProductRule {
     return call_.dim(product_.b) - (product_.transposed ? 1 : 2);
   }
 
-  /// With one matrix on the right, all but the last dimension of the left are rows.
+  /// If there is one matrix on the right, all but the last dimension of the left are rows.
   Role role_in_a(int dim) const {
     if (dim == inner_of_a()) return Role::kInner;
     if (call_.dim(product_.b) <= 2 || dim == call_.dim(product_.a) - 2) return Role::kRows;
@@ -83,7 +83,7 @@ class ProductRule {
     return dim >= call_.dim(product_.b) - 2 ? Role::kColumns : Role::kBatch;
   }
 
-  /// Asks for an operand in a layout; what costs communication is wished otherwise.
+  /// Asks for an operand in a layout; one that costs communication is wished otherwise.
   void ask(int position, const Layout& layout) {
     treatment_.arguments[position] = layout;
     const bool cheap = call_.layout(position) == layout || call_.may_become(position, layout) ||
@@ -122,7 +122,8 @@ class ProductRule {
     return treatment_;
   }
 
-  /// Of an input whose rows are a stream's, a rank keeps its part for the weight's gradient.
+  /// Whether a rank keeps its part of the input for the weight's gradient, since its rows are a
+  /// stream's.
   bool gathers_inside() const {
     const int a = product_.a, b = product_.b;
     return call_.in_stream(a) && call_.divided(a) && call_.layout(a).blocks == 1 &&
@@ -138,7 +139,7 @@ class ProductRule {
     return divided_result(dim, layout.blocks);
   }
 
-  /// Both operands are divided along what is summed over, so every rank has a part of the sum.
+  /// Both operands are divided along the summed dimension, so every rank has a part of the sum.
   Result inner(int64_t blocks) {
     if (!comes_from_parameter(call_.graph(), call_.tensors()[product_.b]) &&
         !comes_from_parameter(call_.graph(), call_.tensors()[product_.a])) {
@@ -240,7 +241,7 @@ std::vector<ValueId> emit_gathered_linear(Emitter& emitter, const Call& call,
       bias < 0 ? Emitter::constant(c10::IValue()) : Emitter::tensor(emitter.argument(bias)))};
 }
 
-/// `mm`, and `matmul` with one matrix on the right: what `torch::nn::Linear` makes of more than two
+/// `mm`, and `matmul` with one matrix on the right: `torch::nn::Linear` calls it for more than two
 /// dimensions.
 std::vector<ValueId> emit_gathered_matmul(Emitter& emitter, const Call& call,
                                           const Treatment& treatment) {

@@ -21,7 +21,7 @@ Treatment divided_like(const Call& call, const Layout& result) {
   return treatment;
 }
 
-/// A sum of parts stays one if nobody else needs the sum.
+/// A sum of parts stays one if no other operator needs the sum.
 Result stays_partial(const Call& call) {
   if (!call.layout(0).is_partial() || call.users(0).size() != 1 || call.in_place()) {
     return std::nullopt;
@@ -186,7 +186,7 @@ Result selects(const Call& call) {
 }
 
 /// Whether a cut of `length` elements from `start` along the divided dimension is made of whole
-/// blocks, and what it is then.
+/// blocks, and its layout then.
 std::optional<Layout> cut(const Call& call, int64_t start, int64_t length) {
   Layout layout = call.layout(0);
   const int64_t block = call.meta(0).sizes[layout.dim] / layout.blocks;

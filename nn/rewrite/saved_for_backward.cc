@@ -8,7 +8,7 @@ namespace {
 
 using Names = std::set<std::string>;
 
-/// Linear in what they get, or without a gradient.
+/// Operators that are linear in their arguments, or without a gradient.
 bool keeps_nothing(const std::string& name) {
   static const Names names = {"aten::_to_copy",    "aten::_unsafe_view", "aten::add",
                               "aten::alias",       "aten::cat",          "aten::concat",
@@ -26,7 +26,7 @@ bool keeps_nothing(const std::string& name) {
   return names.count(name) > 0 || is_rearrangement(name);
 }
 
-/// Whose derivative follows from what they give.
+/// Operators whose derivative follows from their results.
 bool keeps_results(const std::string& name) {
   static const Names names = {"aten::_safe_softmax", "aten::elu",       "aten::exp",
                               "aten::log_softmax",   "aten::relu",      "aten::rsqrt",

@@ -7,12 +7,12 @@
 
 namespace smp::nn::rewrite {
 
-/// What the backward pass of an operator needs of its forward pass, by what the operator is. An
-/// estimate: libtorch decides.
+/// The tensors of the forward pass that an operator's backward pass needs, by the kind of operator.
+/// An estimate: libtorch decides.
 struct SavedForBackward {
   std::vector<int> arguments;  ///< positions among `Call::tensors`
   std::vector<int> results;    ///< positions among `Call::results`
-  bool mask = false;           ///< a tensor of the result's size that nobody else sees
+  bool mask = false;           ///< a tensor of the result's size that only the operator sees
 };
 
 /// Nothing for an operator without a gradient.

@@ -68,7 +68,7 @@ class ShapeRun {
     }
   }
 
-  /// Of the first argument that has dimensions, as of the results.
+  /// The device of the results: that of the first argument that has dimensions.
   at::Device device() const {
     for (const auto& [id, tensor] : of_value_) {
       if (!graph_.values[id].meta.sizes.empty()) return graph_.values[id].meta.device;
@@ -99,7 +99,7 @@ class ShapeRun {
   const Operator& op_;
   const std::set<ValueId>& requires_grad_;
   std::map<ValueId, at::Tensor> of_value_;
-  std::vector<at::Tensor> tensors_;  // as `Operator::result_is_argument` counts them
+  std::vector<at::Tensor> tensors_;  // those that `Operator::result_is_argument` counts
 };
 
 }  // namespace

@@ -17,9 +17,8 @@ struct ShapeResult {
   bool is_argument = false;  ///< the very same tensor
 };
 
-/// What an operator of `graph` makes of its arguments, without computing anything. Throws what the
-/// operator does if the shapes do not fit. Values in `requires_grad` do, though some were made
-/// without.
+/// The results of an operator of `graph`, without computing anything. Throws the operator's errors
+/// if the shapes do not fit. Values in `requires_grad` do, though some were made without.
 std::vector<ShapeResult> run_on_shapes(const graph::Graph& graph, const graph::Operator& op,
                                        const std::set<graph::ValueId>& requires_grad);
 

@@ -49,9 +49,9 @@ class StreamChooser {
     return outcome.us + static_cast<double>(outcome.kept_bytes) * options_.activation_us_per_byte;
   }
 
-  /// What could be divided for its own sake, in program order: sums over the ranks that are made
-  /// whole, and what products with divided weights read whole. (Of what needs no gradient every
-  /// rank has the input that it is made of.)
+  /// Values that could be divided for their own sake, in program order: sums over the ranks that
+  /// are made whole, and inputs that products with divided weights read whole. (For a value without
+  /// gradient every rank has the input that it is made of.)
   std::vector<ValueId> seeds() const {
     std::vector<ValueId> found;
     std::set<ValueId> seen;
@@ -125,7 +125,8 @@ class StreamChooser {
                     outcome.kept_bytes, " B of it instead of ", best_.outcome.kept_bytes);
   }
 
-  /// Divides a value and all that meets it, element for element; nothing if nobody can make it so.
+  /// Divides a value and all that meets it, element for element; nothing if no operator can make it
+  /// so.
   std::optional<Try> grow(ValueId seed, const Layout& layout) {
     Try made = {best_.pins, {}};
     propagation_.recall(best_.outcome);
@@ -146,8 +147,8 @@ class StreamChooser {
   }
 
   /// Pins the values that an activation is made of, element for element, where they come from: from
-  /// a sum over the ranks, from what is divided otherwise, or from an operator that needs its
-  /// arguments whole. False: nobody can make it so.
+  /// a sum over the ranks, from a value that is divided otherwise, or from an operator that needs
+  /// its arguments whole. False: no operator can make it so.
   bool pin_origins(ValueId value, const Layout& layout, const Outcome& outcome, Pins& pins,
                    int depth) {
     const Value& made = graph_.values[value];
@@ -270,7 +271,7 @@ class StreamChooser {
   const Graph& graph_;
   const DivideOptions& options_;
   Try best_;
-  std::vector<char> considered_;  // by value: it was tried in parts
+  std::vector<char> considered_;  // whether each value was tried in parts
   std::set<ValueId> visited_;
   std::vector<StreamDecision> decisions_;
 };

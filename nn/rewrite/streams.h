@@ -7,14 +7,14 @@
 
 namespace smp::nn::rewrite {
 
-/// Which activations between divided layers are divided, and what becomes of the graph then.
+/// Which activations between divided layers are divided, and the resulting graph.
 struct Streams {
   Outcome outcome;
   std::vector<StreamDecision> decisions;
 };
 
 /// Goes through the activations that all ranks have whole although they come from sums over the
-/// ranks, or are what divided products read. Each is tried in parts along its dimensions but the
+/// ranks, or are read by divided products. Each is tried in parts along its dimensions but the
 /// last, outermost first, together with all others that meet it element for element: they are
 /// pinned where they come from, so that sums over the ranks become sums to parts. The try that is
 /// best by predicted time and kept bytes (`DivideOptions::activation_us_per_byte`) is kept if it is

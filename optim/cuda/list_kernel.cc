@@ -34,16 +34,16 @@ namespace {
 
 // clang-format off
 SMP_HERE_AND_ON_THE_GPU(
-constexpr int kTensors = 72;   // of a launch
+constexpr int kTensors = 72;   // most tensors of a launch
 constexpr int kChunk = 16384;  // elements of a block
-constexpr int kThreads = 256;  // of a block
+constexpr int kThreads = 256;  // threads of a block
 
 /// Arguments of a launch. CUDA takes 4 KiB of them.
 struct Arguments {
   double numbers[16];            // a float lies in the first half of each
-  long long numel[kTensors];     // of a tensor
-  void* addresses[5][kTensors];  // by list and tensor
-  int first_block[kTensors + 1]; // of a tensor, and the one behind the last
+  long long numel[kTensors];     // elements of each tensor
+  void* addresses[5][kTensors];  // addresses by list and tensor
+  int first_block[kTensors + 1]; // first block of each tensor, and the one behind the last
   int tensors;
 };)
 // clang-format on
@@ -103,8 +103,8 @@ __device__ Number rounded(Number x) { return load(store(x)); }
 
 /// The operations, rounded where the kernels of libtorch's functions over lists are (ATen's
 /// ForeachFunctors.cuh and DeviceAddCmulCdiv.cuh, as nvcc compiles them): `x + s * y` is fused, and
-/// so is what `addcmul` and `addcdiv` add, of which a product or quotient has been rounded. The
-/// intrinsics are what the compiler may neither fuse nor take apart.
+/// so are the sums of `addcmul` and `addcdiv`, whose product or quotient has been rounded. The
+/// compiler may neither fuse the intrinsics nor take them apart.
 constexpr char kOperations[] = R"(
 __device__ float product(float x, float y) { return __fmul_rn(x, y); }
 __device__ float sum(float x, float y) { return __fadd_rn(x, y); }

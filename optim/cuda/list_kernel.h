@@ -17,19 +17,19 @@ namespace smp::optim {
 constexpr size_t kKernelLists = 5;
 constexpr size_t kKernelNumbers = 16;
 
-/// What a kernel does to the elements that the lists have in one place.
+/// The computation of a kernel on the elements that the lists have in one place.
 struct ListKernelText {
   /// Statements of CUDA C++. `x[i]` is the element of list i, `s(i)` the number i. The functions
-  /// `mul`, `add`, `addcmul`, `addcdiv`, `sqrt` and `maximum` compute what those of libtorch over
-  /// lists (`at::_foreach_mul` ...) give for an element, with its bits.
+  /// `mul`, `add`, `addcmul`, `addcdiv`, `sqrt` and `maximum` compute the results of libtorch's
+  /// functions over lists (`at::_foreach_mul` ...) for an element, with their bits.
   std::string body;
   /// A bit for each list of which elements are read, and one for each that is written.
   uint32_t read = 0, written = 0;
 };
 
 /// Runs a kernel on the current stream of the device, in a launch for some 70 tensors. The lists
-/// are as long as each other, and what they hold at one index has the dtype of the first tensor and
-/// lies alike (`core::lie_alike`).
+/// are as long as each other, and their tensors at one index have the dtype of the first one and
+/// lie alike (`core::lie_alike`).
 using ListKernel = std::function<void(const std::vector<std::vector<at::Tensor>>& lists,
                                       const std::vector<double>& numbers)>;
 

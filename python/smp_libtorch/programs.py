@@ -25,3 +25,7 @@ def smp_ckpt():
 
 def smp_diff():
     _run("smp_diff")
+
+
+def smp_train():
+    _run("smp_train")

@@ -175,7 +175,7 @@ struct Codec<at::Tensor> {
   static void read(Reader& reader, at::Tensor& value);
 };
 
-/// What libtorch can pickle. Tensors in it arrive where they were.
+/// Values that libtorch can pickle. Tensors in it arrive where they were.
 template <>
 struct Codec<c10::IValue> {
   static std::string name() { return "IValue"; }
@@ -192,7 +192,7 @@ struct ContainerCodec {
       if constexpr (std::is_same_v<Element, typename Container::value_type>) {
         writer(static_cast<const Element&>(value));
       } else {
-        writer(value.first, value.second);  // of a map
+        writer(value.first, value.second);  // an entry of a map
       }
     }
   }
@@ -317,7 +317,7 @@ std::string to_bytes(const T& object) {
   return writer.take();
 }
 
-/// What to_bytes has made of a `T` at `source`; throws a `CommError` if it was another type.
+/// Reads the `T` that to_bytes packed at `source`; throws a `CommError` if it was another type.
 template <class T>
 T from_bytes(const std::string& bytes, const std::string& source) {
   Reader reader(bytes);

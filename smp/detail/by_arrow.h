@@ -9,8 +9,8 @@ namespace smp::detail {
 template <class...>
 inline constexpr bool never = false;
 
-/// What `->` of a `Model` reaches, as members of its own: none compiles, and each says what to
-/// write.
+/// The members that `->` of a `Model` would reach: none compiles, and each tells the code to write
+/// instead.
 template <class Model>
 class ByArrow {
  public:

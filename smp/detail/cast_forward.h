@@ -20,7 +20,8 @@ void cast_tensors(T& value, at::ScalarType from, at::ScalarType to) {
   });
 }
 
-/// How an argument is kept on its way: what may hold tensors as a copy, the rest as it is.
+/// How an argument is kept on its way: values that may hold tensors as copies, the rest as they
+/// are.
 template <class T>
 using Held = std::conditional_t<holds_tensors<T>(), std::decay_t<T>, T&&>;
 

@@ -17,7 +17,7 @@ class OptimizerParamState;
 /// Asks the traits of optimizers. Internal.
 namespace smp::optim::detail {
 
-/// What an optimizer is called, and whether it is elementwise, if that is known.
+/// An optimizer's type and name, and whether it is elementwise, if that is known.
 struct Elementwise {
   const std::type_info* type;
   std::optional<bool> answer;
@@ -37,13 +37,13 @@ struct ElementwiseTrait<Optimizer, std::void_t<decltype(IsElementwise<Optimizer>
 /// time; none for another, even one that derives from them.
 SMP_API std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer);
 
-/// What the trait says of a type.
+/// The trait of an optimizer's type.
 template <class Optimizer>
 Elementwise elementwise() {
   return {&typeid(Optimizer), ElementwiseTrait<Optimizer>::value};
 }
 
-/// What the trait says of an optimizer, which may be of a type that derives from `Optimizer`.
+/// The trait of an optimizer, which may be of a type that derives from `Optimizer`.
 template <class Optimizer>
 Elementwise elementwise_of(const Optimizer& optimizer) {
   if (typeid(optimizer) == typeid(Optimizer)) return elementwise<Optimizer>();
@@ -59,7 +59,7 @@ std::unique_ptr<torch::optim::OptimizerParamState> make_param_state() {
 }
 
 /// The factory for `optimizer`, found at run time among the optimizers that the library knows and
-/// what derives from them. Throws `UsageError` for LBFGS, which has one state for all parameters,
+/// their derived classes. Throws `UsageError` for LBFGS, which has one state for all parameters,
 /// and one that names the trait for any other.
 SMP_API ParamStateFactory find_param_state_factory(const torch::optim::Optimizer& optimizer);
 
@@ -77,7 +77,7 @@ struct StateTrait<Optimizer, std::void_t<typename ParamStateOf<Optimizer>::type>
   }
 };
 
-/// What the trait says of `Optimizer`, else what is found at run time.
+/// The trait of `Optimizer`, else the factory found at run time.
 template <class Optimizer>
 ParamStateFactory param_state_factory(const Optimizer& optimizer) {
   return StateTrait<Optimizer>::factory(optimizer);

@@ -16,7 +16,7 @@
 #include "smp/detail/structure.h"
 #include "smp/step_output.h"
 
-/// Makes what a step returns of what its function returned. Internal.
+/// Makes the result of a step from that of its function. Internal.
 namespace smp::detail {
 
 /// The type that a step returns for a result of type T: tensors become `StepOutput`s in the same
@@ -33,7 +33,7 @@ template <class T>
 struct ReturnedWithTensors<T, std::enable_if_t<IsTensor<T>::value>> {
   using type = StepOutput;
 };
-/// It says itself what it holds, so it stays what it is.
+/// It describes its own content, so it stays an IValue.
 template <>
 struct ReturnedWithTensors<c10::IValue> {
   using type = std::vector<c10::IValue>;

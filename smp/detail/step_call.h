@@ -26,7 +26,8 @@ struct StepCall {
   int64_t microbatches = 1;
   /// An argument slices itself (`smp_slice`), so microbatches may differ in more than tensors.
   bool per_microbatch = false;
-  /// What `function` returned in the last guarded call is known, so that it need not run again.
+  /// Whether the result of `function` in the last guarded call is known, so that it need not run
+  /// again.
   bool has_last_result = false;
   /// Calls the user's function with these tensors in place of the arguments' and returns the
   /// tensors found in its result.

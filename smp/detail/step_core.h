@@ -15,7 +15,7 @@ class StepFunction;
 
 namespace smp::detail {
 
-/// What a `Step` does whatever its function's type.
+/// The part of `Step` that does not depend on its function's type.
 class SMP_API StepCore {
  public:
   /// Throws `UsageError` before `smp::init` and for options without meaning.

@@ -76,7 +76,7 @@ enum class Shape {
 };
 
 /// The parts of a type. `Types` lists theirs, and `visit(value, f)` calls `f` for each, which may
-/// change it unless the value is constant. What others may share is copied before that.
+/// change it unless the value is constant. Parts that others may share are copied before that.
 template <class T, class = void>
 struct Parts {
   static constexpr Shape kShape = Shape::kOpaque;
@@ -196,7 +196,7 @@ struct Parts<std::optional<T>> {
     if (value) visit(*value);
   }
 };
-/// Whether a pointee can be copied: what a base class says of an object loses the rest of it.
+/// Whether a pointee can be copied: a copy as its base class would lose the rest of an object.
 template <class T>
 constexpr bool can_be_copied() {
   if constexpr (!IsComplete<T>::value) {
@@ -270,7 +270,7 @@ struct Parts<std::variant<T...>> {
   }
 };
 
-/// The parts of what refers to objects that others may see, or that cannot be replaced.
+/// The parts of a value that refers to objects that others may see, or that cannot be replaced.
 template <class T>
 struct PartsOutOfReach {
   static constexpr Shape kShape = Shape::kOpaque;
@@ -401,7 +401,7 @@ AsArgument<A> as_argument(A&& argument) {
 /// The result type of a step function that returns nothing.
 struct Nothing {};
 
-/// Throws `UsageError` unless results of microbatches are `same` in what they are made of.
+/// Throws `UsageError` unless results of microbatches have the `same` structure.
 SMP_API void check_same_structure(bool same);
 
 /// The tensors in `value`, in an order that depends on its structure only. Throws `UsageError` for
@@ -422,7 +422,7 @@ void for_each_tensor_in(c10::IValue& value, const Visit& visit) {
 }
 
 /// Calls `visit` for every tensor in `value` and every object that slices itself. It may replace
-/// them unless the value is constant; then what others share stays as it is, and `value` gets a
+/// them unless the value is constant; then shared objects stay as they are, and `value` gets a
 /// copy.
 template <class T, class Visit>
 void for_each_leaf(T& value, const Visit& visit) {

@@ -155,13 +155,13 @@ at::Tensor DistributedAttentionLayerImpl::attend(const at::Tensor& query, const 
   return attention_in_steps(query, key, value, bias, scores);
 }
 
-/// What is added to the scores: the mask, the causal mask and the linear biases; undefined if there
-/// are none.
+/// The term added to the scores: the mask, the causal mask and the linear biases; undefined if
+/// there are none.
 at::Tensor DistributedAttentionLayerImpl::score_bias(const at::Tensor& query, int64_t keys,
                                                      const at::Tensor& mask) const {
   at::Tensor bias = mask;
   if (mask.defined()) {
-    const bool trains = mask.requires_grad();  // by the heads of all ranks
+    const bool trains = mask.requires_grad();  // gradient: summed over the heads of all ranks
     bias = (trains ? copy_to_group(mask) : mask).to(query.scalar_type());
   }
   const auto add = [&](const at::Tensor& term) { bias = bias.defined() ? bias + term : term; };

@@ -35,14 +35,15 @@ class SMP_API DistributedAttentionLayerImpl
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// (hidden states [N, S, H], mask): the new hidden states. The mask, [N, 1, 1, S] or what can be
-  /// broadcast to [N, 1, S, S], is added to the scores of all heads; it may be undefined.
+  /// (hidden states [N, S, H], mask): the new hidden states. The mask, [N, 1, 1, S] or of sizes
+  /// that broadcast to [N, 1, S, S], is added to the scores of all heads; it may be undefined.
   at::Tensor forward(const std::tuple<at::Tensor, at::Tensor>& inputs);
-  /// With cross attention: (hidden states [N, S1, H], cross states [N, S2, H], mask [N, 1, 1, S2]).
+  /// Takes, with cross attention, (hidden states [N, S1, H], cross states [N, S2, H], mask [N, 1,
+  /// 1, S2]).
   at::Tensor forward(const std::tuple<at::Tensor, at::Tensor, at::Tensor>& inputs);
 
-  /// As forward(), with hidden states as they are between layers: with `sliced` this rank's part of
-  /// the sequence. The cross states are whole; undefined without cross attention.
+  /// Does the same as forward(), with hidden states as they are between layers: with `sliced` this
+  /// rank's part of the sequence. The cross states are whole; undefined without cross attention.
   at::Tensor run(const at::Tensor& hidden, const at::Tensor& cross, const at::Tensor& mask,
                  bool sliced);
 

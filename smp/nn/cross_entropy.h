@@ -30,7 +30,7 @@ class SMP_API VocabParallelCrossEntropyLossImpl
   at::Tensor forward(const at::Tensor& logits, const at::Tensor& target);
 
   torch::nn::CrossEntropyLossOptions options;
-  at::Tensor weight;  ///< of each class, whole; undefined without
+  at::Tensor weight;  ///< weight of each class, whole; undefined without
 };
 TORCH_MODULE(VocabParallelCrossEntropyLoss);
 

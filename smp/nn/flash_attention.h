@@ -15,7 +15,7 @@ namespace smp::nn {
 
 /// Options of `FlashAttentionLayer`.
 struct FlashAttentionLayerOptions {
-  /// Of attention probabilities, in training.
+  /// Dropout of attention probabilities, in training.
   TORCH_ARG(double, attention_dropout_prob) = 0.1;
   /// Channels of one head, to be checked; none: as the input has.
   TORCH_ARG(std::optional<int64_t>, attention_head_size) = std::nullopt;
@@ -24,7 +24,7 @@ struct FlashAttentionLayerOptions {
   /// Divide scores by `layer_idx` + 1.
   TORCH_ARG(bool, scale_attn_by_layer_idx) = false;
   TORCH_ARG(std::optional<int64_t>, layer_idx) = std::nullopt;
-  /// What scores are multiplied by instead of all that.
+  /// The factor of scores, instead of all that.
   TORCH_ARG(std::optional<double>, scale) = std::nullopt;
   /// Attention with linear biases (arXiv 2108.12409).
   TORCH_ARG(bool, use_alibi) = false;
@@ -47,9 +47,9 @@ class SMP_API FlashAttentionLayerImpl : public torch::nn::Cloneable<FlashAttenti
   void reset() override {}
   void pretty_print(std::ostream& stream) const override;
 
-  /// `qkv` [N, S, 3, heads, channels]; `mask`, [N, 1, 1, S] or what can be broadcast to
-  /// [N, heads, S, S], is added to the scores and may be undefined; with `causal`, a token sees
-  /// none after it. Returns [N, heads, S, channels].
+  /// `qkv` [N, S, 3, heads, channels]; `mask`, [N, 1, 1, S] or of sizes that broadcast to [N,
+  /// heads, S, S], is added to the scores and may be undefined; with `causal`, a token sees none
+  /// after it. Returns [N, heads, S, channels].
   at::Tensor forward(const at::Tensor& qkv, const at::Tensor& mask = {}, bool causal = false);
 
   FlashAttentionLayerOptions options;

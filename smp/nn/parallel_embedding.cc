@@ -47,7 +47,7 @@ void print_sizes(std::ostream& stream, const char* module, int64_t num_embedding
   stream << ", ranks=" << ranks << ")";
 }
 
-/// What uses the weight of a `DistributedEmbedding`.
+/// A user of the weight of a `DistributedEmbedding`.
 struct RowUser : torch::nn::Module {
   RowUser(const at::Tensor& weight_, const DistributedEmbeddingOptions& options_)
       : weight(register_parameter("weight", weight_, weight_.requires_grad())), options(options_) {}
@@ -56,7 +56,7 @@ struct RowUser : torch::nn::Module {
   DistributedEmbeddingOptions options;
 };
 
-/// What this rank's part of each row that is looked up adds to the power of its norm.
+/// The amount that this rank's part of each looked-up row adds to the power of its norm.
 struct RowPowers final : RowUser {
   using RowUser::RowUser;
   at::Tensor forward(const at::Tensor& indices) {
@@ -181,7 +181,7 @@ at::Tensor DistributedEmbeddingImpl::forward(const at::Tensor& indices) {
 }
 
 /// The rows, after those that are too long were scaled. Only a leaf may write a parameter, and none
-/// communicates: so one computes what this rank adds to the norms, and another uses the sums.
+/// communicates: so one computes this rank's part of the norms, and another uses the sums.
 at::Tensor DistributedEmbeddingImpl::shortened(const at::Tensor& indices) {
   at::Tensor powers;
   if (group_size() > 1) {

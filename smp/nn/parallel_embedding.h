@@ -34,9 +34,9 @@ struct VocabParallelEmbeddingOptions {
 
 /// An embedding whose vocabulary is divided among the ranks of the tensor-parallel group: rank r
 /// has rows of `weight` [num_embeddings / ranks, embedding_dim]. Input indices of the whole, any
-/// shape; output [..., embedding_dim] whole. `weight` is what a tied vocabulary head needs. It
-/// begins with the values that `torch::nn::Embedding` draws from the same generator. Throws
-/// `UsageError` if num_embeddings is no multiple of the ranks.
+/// shape; output [..., embedding_dim] whole. A tied vocabulary head needs `weight`. It begins with
+/// the values that `torch::nn::Embedding` draws from the same generator. Throws `UsageError` if
+/// num_embeddings is no multiple of the ranks.
 class SMP_API VocabParallelEmbeddingImpl : public torch::nn::Cloneable<VocabParallelEmbeddingImpl>,
                                            public SplitModule {
  public:

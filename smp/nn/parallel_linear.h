@@ -30,7 +30,7 @@ struct ColumnParallelLinearOptions {
   /// Whether the output is made whole, instead of divided along its last dimension.
   TORCH_ARG(bool, gather_output) = false;
   /// Whether the input is divided along its last but one dimension, the sequence, instead of whole.
-  /// It is gathered for the product, forward and backward; this rank's part is what is kept.
+  /// It is gathered for the product, forward and backward; this rank keeps its part.
   TORCH_ARG(bool, sequence_parallel) = false;
   /// Standard deviation of the normal distribution that the weight is drawn from; by default it is
   /// drawn as `torch::nn::Linear` draws it.
@@ -83,11 +83,11 @@ struct RowParallelLinearOptions {
   /// Whether the output is divided along its last but one dimension, the sequence, instead of
   /// whole.
   TORCH_ARG(bool, sequence_parallel) = false;
-  /// As in `ColumnParallelLinearOptions`.
+  /// See `ColumnParallelLinearOptions`.
   TORCH_ARG(std::optional<double>, init_std) = std::nullopt;
 };
 
-/// What `RowParallelLinear` and `DistributedLinear` have in common.
+/// The common part of `RowParallelLinear` and `DistributedLinear`.
 template <class Derived>
 class SMP_API RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
  public:

@@ -16,7 +16,7 @@ namespace smp::nn {
 /// of each block. One block divides rows or columns; three blocks divide a fused projection to
 /// queries, keys and values so that every rank has its heads of all three.
 struct SMP_API ParameterSplit {
-  std::vector<int64_t> sizes;  ///< of the whole parameter
+  std::vector<int64_t> sizes;  ///< sizes of the whole parameter
   int64_t dim = 0;
   int64_t blocks = 1;
   int ranks = 1;

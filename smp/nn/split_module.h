@@ -9,9 +9,9 @@
 
 namespace smp::nn {
 
-/// What a module inherits from, beside `torch::nn::Module`, if some of its own parameters hold this
-/// rank's part only. The runtime asks it: divided parameters are reduced, saved, loaded and counted
-/// in norms as one logical tensor. Belongs to the module's thread.
+/// Base, beside `torch::nn::Module`, of a module some of whose own parameters hold this rank's part
+/// only. The runtime asks it: divided parameters are reduced, saved, loaded and counted in norms as
+/// one logical tensor. Belongs to the module's thread.
 class SMP_API SplitModule {
  public:
   virtual ~SplitModule() = default;

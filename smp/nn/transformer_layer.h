@@ -61,8 +61,8 @@ class SMP_API DistributedTransformerLayerImpl
   /// (hidden states [N, S, H], attention mask [N, 1, 1, S]) to (hidden states, the same mask), so
   /// that layers can follow each other. The mask is added to scores; it may be undefined.
   Pair forward(const Pair& inputs);
-  /// With add_cross_attention: (hidden states [N, S1, H], cross states [N, S2, H], attention mask
-  /// [N, 1, 1, S1], cross mask [N, 1, 1, S2]) to the same with new hidden states.
+  /// Maps, with add_cross_attention, (hidden states [N, S1, H], cross states [N, S2, H], attention
+  /// mask [N, 1, 1, S1], cross mask [N, 1, 1, S2]) to the same with new hidden states.
   Four forward(const Four& inputs);
   /// The new hidden states, as they are between layers: with `sliced` this rank's part of the
   /// sequence.
@@ -87,7 +87,7 @@ class SMP_API DistributedTransformerImpl : public torch::nn::Cloneable<Distribut
   void reset() override;
   void pretty_print(std::ostream& stream) const override;
 
-  /// As of `DistributedTransformerLayer`.
+  /// See the same function of `DistributedTransformerLayer`.
   Pair forward(const Pair& inputs);
   Four forward(const Four& inputs);
   at::Tensor run(at::Tensor hidden, const at::Tensor& cross, const at::Tensor& mask,

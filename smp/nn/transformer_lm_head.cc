@@ -18,8 +18,8 @@ namespace {
 
 constexpr const char* kName = "DistributedTransformerLMHead";
 
-/// A mask [N, S] of ones where tokens are masked, as what is added to scores. Not infinity, so that
-/// a sample of masked tokens only has no NaN.
+/// A mask [N, S] of ones where tokens are masked, as the term added to scores. Not infinity, so
+/// that a sample of masked tokens only has no NaN.
 at::Tensor additive(const at::Tensor& mask, at::ScalarType type) {
   constexpr double kMasked = -10000;
   if (!mask.defined()) return mask;

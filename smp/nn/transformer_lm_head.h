@@ -47,7 +47,8 @@ class SMP_API DistributedTransformerLMHeadImpl
   /// - without, the logits [N, S, vocab_size], gathered;
   /// - without add_lm_head, the hidden states [N, S, H]; labels are an error then.
   at::Tensor forward(const Five& inputs);
-  /// With add_cross_attention, cross_states [N, S2, H] and cross_mask [N, S2] (1 where masked).
+  /// Also takes, with add_cross_attention, cross_states [N, S2, H] and cross_mask [N, S2] (1 where
+  /// masked).
   at::Tensor forward(const Seven& inputs);
 
   DistributedTransformerLMHeadOptions options;

@@ -26,7 +26,7 @@ namespace smp::nn {
 // optimize                   "speed": between the divided regions all ranks compute the same.
 //                            "memory": there each has a part of the sequence, whose length must be
 //                            a multiple of the ranks; saves the memory of these activations. None:
-//                            what the configuration says ("memory" by default), but as "speed" for
+//                            the configuration's ("memory" by default), but as "speed" for
 //                            a sequence of another length
 #define SMP_NN_BLOCK_OPTIONS                          \
   TORCH_ARG(int64_t, hidden_size) = 1024;             \
@@ -105,7 +105,7 @@ struct DistributedTransformerOptions {
   SMP_NN_ATTENTION_OPTIONS;
   SMP_NN_OUTPUT_OPTIONS;
   TORCH_ARG(int64_t, num_layers) = 12;
-  /// As in `DistributedTransformerLayerOptions`.
+  /// See `DistributedTransformerLayerOptions`.
   TORCH_ARG(bool, add_cross_attention) = false;
 };
 
@@ -115,9 +115,9 @@ struct DistributedTransformerLMHeadOptions {
   SMP_NN_ATTENTION_OPTIONS;
   SMP_NN_OUTPUT_OPTIONS;
   TORCH_ARG(int64_t, num_layers) = 12;
-  /// As in `DistributedTransformerLayerOptions`.
+  /// See `DistributedTransformerLayerOptions`.
   TORCH_ARG(bool, add_cross_attention) = false;
-  /// Of the word embedding and the head; a multiple of the ranks.
+  /// Size of the word embedding and of the head; a multiple of the ranks.
   TORCH_ARG(int64_t, vocab_size) = 30522;
   /// The longest sequence.
   TORCH_ARG(int64_t, num_positions) = 1024;

@@ -19,8 +19,8 @@
 namespace smp::nn {
 namespace {
 
-constexpr int64_t kSequence = 1;  // of hidden states
-constexpr int64_t kHeads = 1;     // of [N, heads, S, channels]
+constexpr int64_t kSequence = 1;  // dimension of hidden states
+constexpr int64_t kHeads = 1;     // dimension of [N, heads, S, channels]
 
 /// Whether the program has not asked for `module` before; ranks may be threads.
 bool is_first_of(const char* module) {

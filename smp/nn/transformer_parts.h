@@ -10,8 +10,8 @@
 #include "smp/nn/parallel_linear.h"
 #include "smp/nn/transformer_options.h"
 
-/// What the modules of a transformer share, of which only their sources know. With `sliced`, hidden
-/// states [N, S, H] are this rank's part of the sequence, dimension 1.
+/// Functions and types that the modules of a transformer share and only their sources include. With
+/// `sliced`, hidden states [N, S, H] are this rank's part of the sequence, dimension 1.
 namespace smp::nn {
 
 /// Throws `UsageError` unless one of the layer norms is on and `optimize` is known.
@@ -104,8 +104,8 @@ at::Tensor score_biases(const at::Tensor& query, int64_t keys, int64_t heads, in
 
 /// How products of queries and keys become probabilities.
 struct Scores {
-  double scale;         ///< what the products are multiplied by
-  double dropout = 0;   ///< of probabilities
+  double scale;         ///< factor of the products
+  double dropout = 0;   ///< dropout of probabilities
   int64_t divisor = 1;  ///< products are divided by it, and multiplied again in float32
 };
 
@@ -119,7 +119,7 @@ at::Tensor attention_in_steps(const at::Tensor& query, const at::Tensor& key,
 /// A tensor of half precision in float32, others as they are.
 at::Tensor widened(const at::Tensor& x);
 
-/// The residual `x` and what a block made of it; half precision is added in float32 if `fp32`.
+/// The residual `x` plus a block's result from it; half precision is added in float32 if `fp32`.
 at::Tensor residual(const at::Tensor& x, const at::Tensor& y, bool fp32);
 
 }  // namespace smp::nn

@@ -64,7 +64,7 @@ at::Tensor zeros_for(const at::Tensor& param) {
   return at::zeros_like(param, at::MemoryFormat::Preserve);
 }
 
-/// Adds what all kernels take; `step` counts the one that is done now.
+/// Adds the arguments of all kernels; `step` counts the one that is done now.
 Batch& add(Batches& batches, const at::Tensor& param, int64_t step) {
   Batch& batch = batches[key_of(param, step)];
   const auto options = param.options().dtype(at::kFloat);

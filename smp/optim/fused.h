@@ -10,14 +10,14 @@
 
 namespace smp::optim {
 
-// libtorch's optimizers with its own fused kernels, which C++ programs cannot ask for
-// (`fused=True` in Python): one pass over parameter, gradient and state instead of one for each
-// operator of the formula. Options, state and checkpoints are those of the class they derive from,
-// so that one may go on where the other stopped. The formula is the same, rounded in other places:
-// updates agree up to some units in the last place, not to the bit.
+// libtorch's optimizers with its own fused kernels, which C++ programs cannot ask for (`fused=True`
+// in Python): one pass over parameter, gradient and state instead of one for each operator of the
+// formula. Options, state and checkpoints are those of the class they derive from, so that one may
+// go on where the other stopped. The formula is the same, rounded in other places: updates agree up
+// to some units in the last place, not to the bit.
 //
-// What the kernels do not take is updated by the class they derive from: parameters that are not
-// floating point or not dense, and those with a sparse gradient.
+// The class they derive from updates the parameters that the kernels do not take: those that are
+// not floating point or not dense, and those with a sparse gradient.
 
 /// torch::optim::SGD, fused.
 class SMP_API FusedSGD : public torch::optim::SGD {

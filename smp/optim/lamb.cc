@@ -35,7 +35,7 @@ torch::Tensor prepare_gradient(const torch::Tensor& param, const LambOptions& op
   return grad;
 }
 
-/// What the parameter would be decreased by at a rate of 1.
+/// The decrease of the parameter at a rate of 1.
 torch::Tensor update_averages(const torch::Tensor& param, const torch::Tensor& grad,
                               const LambOptions& options, LambParamState& state) {
   const auto [beta1, beta2] = options.betas();

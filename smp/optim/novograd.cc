@@ -36,7 +36,7 @@ void update_norm(double norm, const NovoGradOptions& options, NovoGradParamState
   }
 }
 
-/// With the norm of the parameter's gradient.
+/// Updates with the norm of the parameter's gradient.
 void update(torch::Tensor param, double norm, const NovoGradOptions& options,
             NovoGradParamState& state) {
   const auto [beta1, beta2] = options.betas();
@@ -137,7 +137,7 @@ NovoGradParamState& NovoGrad::state_of(const torch::Tensor& param) {
   return static_cast<NovoGradParamState&>(*state);
 }
 
-/// Of all parameters that have one, each of the order that its group has.
+/// Norms of all gradients that exist, each of the order that its group has.
 std::vector<double> NovoGrad::norms_of_gradients() {
   std::vector<TensorOfParameter> gradients;
   std::vector<int64_t> types;

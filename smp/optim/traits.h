@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-// What the library has to know of the type of an optimizer. An optimizer of your own says it by
+// Traits of optimizers that the library has to know. An optimizer of your own says it by
 // specialising these templates, before it is first given to `DistributedOptimizer`.
 
 namespace torch::optim {
@@ -34,7 +34,7 @@ struct LambParamState;
 struct NovoGradParamState;
 
 /// Whether an optimizer updates each element of a parameter by this element, its gradient, its
-/// state and what `UsesTensorNorms` gives, so that pieces of parameters can be updated apart
+/// state and the norms of `UsesTensorNorms`, so that pieces of parameters can be updated apart
 /// (`shard_optimizer_state`). Not so for one that takes norms of layers by itself, as LARS would.
 /// For an optimizer of your own:
 ///

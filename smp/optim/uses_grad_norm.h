@@ -22,7 +22,7 @@ class SMP_API UsesGradNorm {
   void set_grad_norm(GradNorm norm) { grad_norm_ = std::move(norm); }
 
  protected:
-  /// With the norm over the parameters of this process alone.
+  /// Takes the norm over the parameters of this process alone.
   UsesGradNorm();
 
   GradNorm grad_norm_;

@@ -33,7 +33,7 @@ class SMP_API UsesTensorNorms {
   void set_tensor_norms(TensorNorms norms) { tensor_norms_ = std::move(norms); }
 
  protected:
-  /// With norms of the tensors as they are.
+  /// Takes norms of the tensors as they are.
   UsesTensorNorms();
 
   TensorNorms tensor_norms_;

@@ -27,7 +27,7 @@ using comm::Channels;
 using comm::ChannelSpec;
 using comm::CommunicatorPtr;
 
-/// What happens to a rank before its operations.
+/// The delays and faults of a rank before its operations.
 class Events {
  public:
   Events(const Chaos& chaos, CommunicatorPtr world, std::atomic<bool>& happened)
@@ -251,7 +251,8 @@ void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
     runtime->execution.on_action = [events](const pipeline::Action&) { events->pass(); };
     const runtime::ThreadRuntime scope(runtime);
     program();
-    // As `smp::shutdown`: who has nothing left to ask of a rank that stalls finds out here.
+    // The barrier stands for `smp::shutdown`: a rank that has nothing left to ask of a stalling one
+    // finds out here.
     world->barrier();
   });
 }

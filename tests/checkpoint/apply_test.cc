@@ -228,7 +228,7 @@ TEST_F(ApplyTest, DamagedTensorIsFoundBeforeAnythingChanges) {
   save(*net);
   const std::string file = path("c/model-00001-of-00001.safetensors");
   std::string bytes = slurp(file);
-  bytes.back() ^= 0x10;  // of the last tensor that would be copied
+  bytes.back() ^= 0x10;  // a byte of the last tensor that would be copied
   spill(file, bytes);
   Net other;
   EXPECT_THAT(load_error(other),
@@ -271,7 +271,7 @@ TEST_F(ApplyTest, TakesMasterWeightsIntoAWiderModel) {
   shard.model = named_tensors(state_dict(*net));
   const torch::Tensor master = torch::randn({4, 3}), other = torch::randn({4, 4});
   shard.optimizer_tensors["output/master"] = master;
-  shard.optimizer_tensors["embedding.bias/master"] = other;  // of another shape: not a master
+  shard.optimizer_tensors["embedding.bias/master"] = other;  // another shape: not a master
   save(shard);
   Net wide;
   load_into_module(*wide, path("c"), {/*strict=*/true, /*convert=*/true});

@@ -79,7 +79,7 @@ TEST_F(CatalogTest, FinishesARemovalThatWasInterrupted) {
   fs::create_directory(path("2_partial.removed"));  // its index was the last
   save("4_partial");
   fs::rename(path("4_partial"), path("4_partial.removed"));
-  fs::remove(path("4_partial.removed/index.json"));  // a disk kept what was removed before
+  fs::remove(path("4_partial.removed/index.json"));  // a disk kept files that were removed before
   save("3_partial");
   EXPECT_THAT(names(), ElementsAre("3_partial"));
   keep_partial(path(""), 5, "3_partial");

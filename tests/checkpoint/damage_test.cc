@@ -172,7 +172,7 @@ TEST_F(DamageTest, IndexOfAnotherCheckpointIsFound) {
 }
 
 TEST_F(DamageTest, AFileWithMoreTensorsIsNotTheOneThatWasWritten) {
-  // As large as the one that was written, and holds its tensor.
+  // The file is as large as the one that was written, and holds its tensor.
   const uint64_t size = fs::file_size(file(kModel1));
   write_safetensors(path("bigger"), {{"one.weight", at::full({2, 3}, 1.0)}, {"e", at::ones({0})}});
   std::string bytes = slurp(path("bigger"));

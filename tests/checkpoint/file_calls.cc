@@ -29,7 +29,7 @@ char folder[4096] = "";
 Fault fault = Fault::kNone;
 int64_t faulty_call = 0;
 std::atomic<int64_t> calls{0};
-uint64_t space = std::numeric_limits<uint64_t>::max();  // of all files in the folder
+uint64_t space = std::numeric_limits<uint64_t>::max();  // space of all files in the folder
 std::array<std::atomic<bool>, kDescriptors> watched{};
 std::function<void()>* before_read = nullptr;
 
@@ -42,7 +42,7 @@ bool is_watched(int descriptor) {
   return descriptor >= 0 && static_cast<size_t>(descriptor) < kDescriptors && watched[descriptor];
 }
 
-/// Counts a call and says what is to happen at it.
+/// Counts a call and gives the fault at it.
 Fault next() {
   const int64_t call = calls++;
   if (call == faulty_call) return fault;
@@ -67,7 +67,7 @@ bool may_go_on(bool takes_space) {
   return false;
 }
 
-/// Not from what it calls.
+/// Not from the function that it calls.
 void call_before_read() {
   std::function<void()>* what = std::exchange(before_read, nullptr);
   if (what == nullptr) return;

@@ -10,7 +10,7 @@
 /// concern a folder, and one of them can go wrong. Link it into the program itself.
 namespace smp::testing {
 
-/// What happens at the call.
+/// The fault at the call.
 enum class Fault {
   kNone,
   kKill,     ///< the process dies as by kill -9, a write when half of it is done
@@ -19,11 +19,11 @@ enum class Fault {
   kFlipBit,  ///< from then on the disk stores another bit: in the next write
 };
 
-/// Counts calls on what is in `folder` from now on; the `call`-th, from 0, is the faulty one.
+/// Counts calls on files in `folder` from now on; the `call`-th, from 0, is the faulty one.
 void inject(const std::string& folder, Fault fault, int64_t call);
 
-/// From now on the files in `folder` have no more than `bytes` together: a write stores what there
-/// is room for, and fails with ENOSPC where that is nothing. Until `inject` is called.
+/// From now on the files in `folder` have no more than `bytes` together: a write stores as much as
+/// there is room for, and fails with ENOSPC where that is nothing. Until `inject` is called.
 void limit_space(const std::string& folder, uint64_t bytes);
 
 /// Before each file in `folder` is opened to be read, calls `what`, which may open others. Until

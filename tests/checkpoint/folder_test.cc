@@ -241,7 +241,7 @@ TEST_F(FolderFormatTest, ASecondSaveIsRefusedWhileTheFirstGoesOn) {
   EXPECT_EQ(loaded_value(path("c")), 4);
 }
 
-// Another program's, or what another user has put there.
+// Another program's file, or another user's.
 TEST_F(FolderFormatTest, SavesTouchNoFileThatIsNotTheirs) {
   for (const std::string content : {"", "process of mine", "saves there, since"}) {
     spill(path("c.lock"), content);
@@ -280,7 +280,7 @@ TEST_F(FolderFormatTest, SavesTouchNoFileThatIsNotTheirs) {
 TEST_F(FolderFormatTest, TemporaryFilesAreNew) {
   spill(path("diary"), "dear diary");
   fs::create_hard_link(path("diary"), path("f.tmp"));
-  write_file(path("f"), "text");  // over what an earlier save may have left
+  write_file(path("f"), "text");  // over the leftover of an earlier save
   EXPECT_EQ(slurp(path("f")), "text");
   EXPECT_EQ(slurp(path("diary")), "dear diary");
   fs::create_symlink(path("diary"), path("f.tmp"));
@@ -290,7 +290,7 @@ TEST_F(FolderFormatTest, TemporaryFilesAreNew) {
                         "elsewhere."));
   EXPECT_EQ(slurp(path("diary")), "dear diary");
   EXPECT_EQ(slurp(path("f")), "text");
-  // In memory, where what is there is written over.
+  // In memory, where the old file is written over.
   EXPECT_THAT(checkpoint_error([&] { FileWriter(path("f.tmp"), Medium::kMemory); }),
               HasSubstr("cannot create \"" + path("f.tmp") + "\""));
   EXPECT_EQ(slurp(path("diary")), "dear diary");
@@ -368,7 +368,7 @@ TEST_F(FolderFormatTest, PathsThatCannotBeWritten) {
               AllOf(HasSubstr("cannot save checkpoint \"" + path("file/c") + "\": "),
                     HasSubstr("Not a directory"),
                     HasSubstr("Check the path, its permissions and the free space.")));
-  // The folder of an unfinished save disappears, as when somebody cleans up.
+  // The folder of an unfinished save disappears, as in a clean-up.
   const Writer writer(path("c"));
   writer.begin();
   fs::remove(path("c.tmp"));

@@ -25,11 +25,11 @@ namespace {
 using checkpoint::Reader;
 using Clock = std::chrono::steady_clock;
 
-/// All rounds save after one step. Of checkpoints of one step those whose names come first are
-/// removed first, which must not be this one.
+/// All rounds save after one step. Checkpoints of one step are removed in the order of their names,
+/// and this one must not be first.
 constexpr const char* kReplaced = "standing";
 constexpr int kKept = 3;
-constexpr int kSaves = 3;           // of a round
+constexpr int kSaves = 3;           // saves of a round
 constexpr int kPatience = 300'000;  // naps until a child must have begun
 
 struct NetImpl : torch::nn::Module {
@@ -42,7 +42,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-/// What a process tells its parent, in memory that both map.
+/// The messages of a process to its parent, in memory that both map.
 struct Progress {
   std::atomic<int> saved;  // saves of the round that were complete
   std::atomic<bool> saving;
@@ -113,7 +113,7 @@ void save_all(const std::string& folder, int round, Progress& progress, Fault fa
   _exit(0);
 }
 
-/// Rounds, and what is left after each.
+/// Rounds, and the content of the folder after each.
 class Killer {
  public:
   Killer(std::string folder, uint64_t seed) : folder_(std::move(folder)), random_(seed) {
@@ -177,7 +177,7 @@ class Killer {
     }
   }
 
-  /// What must be there: everything that was complete, and nothing half.
+  /// Checks the folder: everything that was complete, and nothing half.
   void look(int round) {
     const int saved = progress_->saved;
     const int partial = whole(std::string(kReplaced) + "_partial");

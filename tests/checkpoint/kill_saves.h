@@ -7,14 +7,14 @@
 
 namespace smp::testing {
 
-/// How many saves were killed, and what they left.
+/// How many saves were killed, and their leftovers.
 struct KillCount {
   int at_calls = 0;            ///< killed at a file call, each as likely as any other
   int at_times = 0;            ///< killed after a random time
   int finished = 0;            ///< were done before they were killed
   int previous = 0, next = 0;  ///< the checkpoint that was replaced was found as before, as after
   int64_t calls = 0;           ///< file calls of a round of saves
-  std::vector<std::string> problems;  ///< what was not whole, in words
+  std::vector<std::string> problems;  ///< the files that were not whole, in words
 };
 
 /// Starts `rounds` processes, one after the other, that train on two ranks and save into `folder`:

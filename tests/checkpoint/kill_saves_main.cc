@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // bazel run //tests/checkpoint:kill_saves -- [ROUNDS [SEED [FOLDER]]]
 //
-// Kills ROUNDS (200) processes while they save, and checks after each what is left in FOLDER (by
+// Kills ROUNDS (200) processes while they save, and checks after each the content of FOLDER (by
 // default one in the folder for temporary files). Exits with 1 if anything is not whole.
 
 #include <ATen/Parallel.h>

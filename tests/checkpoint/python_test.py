@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What Python reads from our files.
+"""Python reads our files.
 
 usage: python_test.py WRITE_EXAMPLE SMP_CKPT
 

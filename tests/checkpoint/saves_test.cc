@@ -117,7 +117,7 @@ class SavesTest : public FolderTest {
     EXPECT_EQ(old == calls, medium_ == Medium::kMemory) << old;
   }
 
-  /// What `save` over a checkpoint of 1 throws when something goes wrong at a call; or empty.
+  /// The error of `save` over a checkpoint of 1 when a fault happens at a call; or empty.
   std::string error_with(Fault fault, int64_t call) {
     save_there(1);
     inject(path(""), fault, call);
@@ -164,12 +164,12 @@ class SavesInMemory : public SavesTest {
 
 TEST_F(SavesInMemory, KilledAtAnyFileCallLeavesTheOldOrTheNewCheckpoint) { kill_at_any_call(); }
 
-/// Saves that are written over what the one before has replaced.
+/// Saves that are written over the files that the one before has replaced.
 class SavesOverMemory : public SavesInMemory {
  protected:
   SavesOverMemory() { medium_ = medium_of("/dev/shm"); }
 
-  /// Of the files of the checkpoint.
+  /// Inodes of the files of the checkpoint.
   std::set<ino_t> inodes() const {
     std::set<ino_t> found;
     for (const auto& entry : fs::directory_iterator(path("c"))) {
@@ -323,7 +323,7 @@ TEST_F(SavesTest, LoadsWhileAnotherJobSavesAreOfOneMoment) {
 
 constexpr uint64_t kSmallDisk = 256 << 10;
 
-/// Saves on a small disk, first what fits and then what does not.
+/// Saves on a small disk, first one that fits and then one that does not.
 std::string fill_small_disk(const std::string& folder) {
   save(folder + "/c", 1);
   const std::string error = checkpoint_error([&] { save(folder + "/c", 2, 40'000); });
@@ -334,7 +334,8 @@ std::string fill_small_disk(const std::string& folder) {
   return value_of(folder + "/c") == 3 ? "" : "the disk stays full";
 }
 
-/// What fits is written before the disk is full, as the kernel does it, and removing makes room.
+/// Data that fit are written before the disk is full, as the kernel does it, and removing makes
+/// room.
 TEST_F(SavesTest, SmallDiskIsCleared) {
   fs::create_directories(path("disk"));
   limit_space(path("disk"), kSmallDisk);
@@ -390,8 +391,8 @@ TEST_F(SavesTest, KilledWhileTwoRanksSave) {
   EXPECT_GT(count.calls, 60);
 }
 
-/// Two stages x two replicas that save on a disk which is full from some call on: what each rank's
-/// error says after its prefix.
+/// Two stages x two replicas that save on a disk which is full from some call on: each rank's error
+/// after its prefix.
 std::set<std::string> errors_of_ranks(const std::string& folder, bool asynchronous) {
   std::set<std::string> texts;
   std::mutex mutex;
@@ -431,7 +432,7 @@ std::set<std::string> errors_of_ranks(const std::string& folder, bool asynchrono
   return texts;
 }
 
-/// A failed save that nobody waits for: what the next one says.
+/// A failed save without a wait: the next one tells of it.
 TEST_F(SavesTest, UnseenErrorOfABackgroundSaveComesFromTheNext) {
   std::set<std::string> texts;
   std::mutex mutex;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folders that are no whole checkpoint: what is missing, damaged or made up.
+// Folders that are no whole checkpoint: files that are missing, damaged or made up.
 
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ranks of a job see when rank 1 fails; run and checked by process_failure_test.sh.
+// The view of a job's ranks when rank 1 fails; run and checked by process_failure_test.sh.
 // usage: abort_program wait|compute|channel|finalize|kill
 
 #include <ATen/ops/zeros.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a pool of channels must do over every back end.
+// Tests of a pool of channels over every back end.
 
 #include <ATen/ops/full.h>
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ namespace {
 
 using Lanes = ChannelPool::Lanes;
 
-/// Of messages to or from a peer; the pool chooses the tag.
+/// The channel of messages to or from a peer; the pool chooses the tag.
 ChannelSpec to(int peer, int64_t bytes, int held = 1, int ahead = 2) {
   return {peer, /*tag=*/0, bytes, held, ahead};
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every channel must do, whether through shared memory or over messages.
+// Tests of every channel, whether through shared memory or over messages.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -142,7 +142,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ChannelPair,
                          testing::Combine(testing::ValuesIn(sizes_from_two()),
                                           testing::Values(Path::kBest, Path::kMessages)),
                          name_of);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChannelPair);  // with one rank
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChannelPair);  // a world of one rank has none
 
 /// Two ranks of many would move no other bytes.
 class ChannelOfTwo : public ChannelPair {};
@@ -156,7 +156,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ChannelOfTwo,
                          testing::Combine(testing::ValuesIn(sizes_of_two()),
                                           testing::Values(Path::kBest, Path::kMessages)),
                          name_of);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChannelOfTwo);  // with another number of ranks
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChannelOfTwo);  // worlds of other sizes have none
 
 TEST_P(ChannelOfTwo, MovesMegabytes) {
   constexpr int64_t kBytes = 64 << 20;
@@ -396,7 +396,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, AgreedChannel,
                          testing::Combine(testing::ValuesIn(sizes_from_two()),
                                           testing::Values(Path::kBest)),
                          name_of);
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(AgreedChannel);  // with one rank
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(AgreedChannel);  // a world of one rank has none
 
 TEST_P(AgreedChannel, EndsThatDisagreeAreAnErrorOnBoth) {
   on_every_rank(std::get<int>(GetParam()), [](const CommunicatorPtr& group) {

@@ -38,7 +38,7 @@ void expect_goes_on(Communicator& group) {
 // Every rank throws, says the same, and can go on.
 TEST_P(CollectiveErrors, CallsThatDoNotMatchAreAnErrorThatSaysWhoCalledWhat) {
   if (GetParam() == 1) {
-    return;  // nobody to differ from
+    return;  // no rank to differ from
   }
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const bool first = group->rank() == 0;
@@ -110,8 +110,8 @@ TEST_P(CollectiveErrors, CallsOfTheUsersThatDoNotMatchAreNamedByAll) {
   });
 }
 
-// Collectives of the user's own are compared as such, and a step is a step. What is started in a
-// call belongs to it, whatever the rank does when its turn comes.
+// Collectives of the user's own are compared as such, and a step is a step. Work started in a call
+// belongs to it, whatever the rank does when its turn comes.
 TEST_P(CollectiveErrors, CallsOfOneKindMatch) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const bool first = group->rank() == 0;

@@ -179,7 +179,7 @@ TEST_P(Collectives, AllReduceOfLargeTensors) {
   });
 }
 
-// With three or more ranks another order of the sum shows: (2^24 + 1) + 1 is 2^24 in float32.
+// Three or more ranks show another order of the sum: (2^24 + 1) + 1 is 2^24 in float32.
 TEST_P(Collectives, AllReduceAddsInRankOrder) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const at::Tensor tensor = at::full({5}, group->rank() == 0 ? 16777216.0F : 1.0F);
@@ -377,7 +377,7 @@ TEST_P(Collectives, SharedTensorsWorkLikeOthers) {
       const at::Tensor shared = group->shared_tensor(2 * elements, at::kFloat);
       EXPECT_EQ(reinterpret_cast<uintptr_t>(shared.const_data_ptr()) % 64, 0U);
       EXPECT_TRUE(same_bits(shared, at::zeros({2 * elements})));
-      group->barrier();  // nobody writes before all have looked
+      group->barrier();  // no rank writes before all have looked
 
       const auto parts = values_of_all(size, elements, at::kFloat);
       const at::Tensor tensor = shared.narrow(0, elements / 2, elements);

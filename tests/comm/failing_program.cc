@@ -11,8 +11,8 @@
 namespace smp::comm {
 namespace {
 
-// What rank 0 reports is checked, so it must be in the test when rank 1 fails. No communication can
-// tell rank 1 that: an abort may overtake what rank 0 has not looked at yet.
+// The report of rank 0 is checked, so it must be in the test when rank 1 fails. No communication
+// can tell rank 1 that: an abort may overtake a message that rank 0 has not looked at yet.
 void wait_until_the_others_are_in_the_test(const CommunicatorPtr& world) {
   world->barrier();
   if (world->rank() == 1) {

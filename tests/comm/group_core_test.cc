@@ -93,7 +93,7 @@ TEST(PublicGroup, AddsComplexNumbers) {
   });
 }
 
-/// A collective, and what rank `rank` gets of it by operators on the tensors of all ranks.
+/// A collective, and its result on rank `rank` by operators on the tensors of all ranks.
 struct LinearMap {
   const char* name;
   std::function<at::Tensor(const Group& group, const at::Tensor& tensor)> collective;
@@ -120,7 +120,7 @@ std::vector<LinearMap> linear_maps() {
   };
 }
 
-/// Shape [2, 3], of which `given` makes what the collective is called with.
+/// Shape [2, 3], from which `given` makes the argument of the collective.
 at::Tensor leaf_of(int rank, at::ScalarType type) {
   const at::Tensor values = (at::arange(6, at::kDouble).view({2, 3}) + 1) * (rank + 2) / 5;
   const bool complex = at::isComplexType(type);
@@ -128,7 +128,7 @@ at::Tensor leaf_of(int rank, at::ScalarType type) {
 }
 at::Tensor given(const at::Tensor& leaf) { return leaf.square().conj().t(); }
 
-/// What rank `rank` differentiates.
+/// The loss that rank `rank` differentiates.
 at::Tensor loss_of(const at::Tensor& result, int rank) {
   const at::Tensor real = result.is_complex() ? at::view_as_real(result.resolve_conj()) : result;
   const at::Tensor weights = at::arange(real.numel(), at::kDouble).view(real.sizes()) - rank;
@@ -149,8 +149,7 @@ void expect_close(const at::Tensor& got, const at::Tensor& expected, const char*
   EXPECT_TRUE(at::allclose(got, expected, 1e-12, 1e-12)) << what << got << expected;
 }
 
-/// Plain libtorch differentiates the sum of all ranks' losses, and of what follows from their
-/// gradients.
+/// Plain libtorch differentiates the sum of all ranks' losses, and of functions of their gradients.
 TEST(PublicGroup, DifferentiatesLinearCollectives) {
   for (const at::ScalarType type : {at::kDouble, at::kComplexDouble}) {
     for (const LinearMap& map : linear_maps()) {

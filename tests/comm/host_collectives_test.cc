@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank sees of another process that dies or stalls in the middle of collectives. The other
+// The errors of a rank when another process dies or stalls in the middle of collectives. The other
 // process is forked here.
 
 #include "comm/shm/host_collectives.h"
@@ -151,7 +151,7 @@ TEST_F(TwoProcesses, ManyOfAllSizesKeepTheirBits) {
   }
 }
 
-/// As rank 0 knows it, with a short time-out.
+/// The group as rank 0 knows it, with a short time-out.
 std::shared_ptr<GroupState> group_of_two() {
   auto group = std::make_shared<GroupState>();
   group->name = "world";
@@ -184,7 +184,7 @@ TEST(HostCollectives, KeepTheTensorsOfACallThatThreadsMayStillUse) {
   EXPECT_FALSE(freed);
 }
 
-// Of a rank that has fallen behind by more steps than half of 32 bits can count.
+// A rank has fallen behind by more steps than half of 32 bits can count.
 TEST(HostBoard, WaitsForStepsHoweverFarAway) {
   const auto group = group_of_two();
   const HostLayout layout{{{0, 1}}, 0, 0, {this_process(), this_process()}};

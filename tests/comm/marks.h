@@ -21,7 +21,7 @@ inline std::string mark_of(int rank) {
 inline void leave_mark(int rank) { std::ofstream file(mark_of(rank)); }
 
 /// Waits until the ranks have left their marks. Not for ever, so that a rank which never does is
-/// missed by whoever reads what the ranks print.
+/// missed by the reader of the ranks' output.
 inline void wait_for_marks(const std::vector<int>& ranks) {
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::minutes(1);
   for (const int rank : ranks) {

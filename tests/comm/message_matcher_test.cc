@@ -19,7 +19,7 @@ namespace {
 using testing::HasSubstr;
 using OperationPtr = std::shared_ptr<Operation>;
 
-// Rank 0 of a group of three, to which rank 1 sends, or whoever is named.
+// Rank 0 of a group of three, to which rank 1 sends, or the rank named.
 class Receiving : public testing::Test {
  protected:
   class MatchingTransport final : public QuietTransport {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is said when MPI cannot be started as it is needed. MPI can be started once in a process,
-// so what is tested goes on from one to the next, in one test, on one rank.
+// The errors when MPI cannot be started as it is needed. MPI can be started once in a process, so
+// the cases follow each other in one test, on one rank.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 
 namespace {
 
-// What is wrong with the MPI below; it answers otherwise as Open MPI does.
+// The fault of the MPI below; it answers otherwise as Open MPI does.
 bool has_threads = true;
 bool splits = true;
 bool others_come = true;

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <string>
 
+#include "comm/mpi/caller_ranks.h"
 #include "comm/mpi/mpi_communicator.h"
 #include "smp/error.h"
 
@@ -23,6 +25,16 @@ TEST(WithoutMpi, ARankOfMpirunIsKnownAndRefused) {
   } catch (const CommError& error) {
     EXPECT_THAT(error.what(), HasSubstr("this process was started by mpirun or srun, and smp was "
                                         "built without MPI. Build it with -DSMP_MPI=ON"));
+  }
+}
+
+TEST(WithoutMpi, NoSessionHasTheRanksOfACommunicator) {
+  try {
+    exchange_texts(0, [](int) { return std::string(); });
+    FAIL() << "there were ranks";
+  } catch (const CommError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("a session cannot have the ranks of an MPI communicator, "
+                                        "since smp was built without MPI"));
   }
 }
 

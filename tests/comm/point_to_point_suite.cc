@@ -35,7 +35,7 @@ std::vector<int> sizes_from_two() {
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, Pair, testing::ValuesIn(sizes_from_two()),
                          testing::PrintToStringParamName());
-GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Pair);  // with one rank
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Pair);  // a world of one rank has none
 
 TEST_P(PointToPoint, EveryRankExchangesWithEveryRank) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
@@ -264,7 +264,7 @@ TEST_P(Pair, WaitingCostsLittleCpuTime) {
 TEST_P(Pair, LargeMessagesMoveWhileBothSidesCompute) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const at::Tensor moved = at::zeros({1}, at::kInt);
-    // As long as it takes on a busy machine: without progress no time is enough.
+    // Waits as long as it takes on a busy machine: without progress no time is enough.
     for (auto computing = milliseconds(100); !moved.item<int>(); computing *= 2) {
       ASSERT_LT(computing, std::chrono::seconds(10));
       const at::Tensor tensor = at::full({16 << 20}, group->rank() + 1, at::kByte);

@@ -4,7 +4,7 @@
 # A failure on one rank must end the whole job, with its reason on every rank: none waits for its own
 # time-out, or for the launcher's, which are minutes.
 set -u
-# The programs fail on purpose; what they report is not the result of this test.
+# The programs fail on purpose; their reports are not the result of this test.
 unset XML_OUTPUT_FILE
 launcher=$1 abort_program=$2 failing_program=$3 killed=$4
 export SMP_TEST_MARKS=$TEST_TMPDIR/marks

@@ -343,7 +343,7 @@ TEST_P(ProcessGroup, AWaitMayHaveATimeoutOfItsOwn) {
   });
 }
 
-// Whoever waits may end what owned the tensors at once.
+// A thread that waits may at once end the owner of the tensors.
 TEST_P(ProcessGroup, ACompleteWorkHoldsItsResultsAlone) {
   on_every_process_group(GetParam(), [](const Group& group) {
     at::Tensor input = at::ones({1 << 16}), all = at::zeros({group->getSize() << 16});
@@ -469,7 +469,7 @@ TEST_P(ProcessGroup, CarriesTheReducerOfLibtorch) {
   });
 }
 
-// As a data-parallel loop does it after each epoch.
+// Averages like a data-parallel loop after each epoch.
 TEST_P(ProcessGroup, AveragesTheBuffersOfBatchNorm) {
   on_every_process_group(GetParam(), [](const Group& group) {
     const auto trained = [](int rank) {

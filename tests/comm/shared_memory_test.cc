@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory that processes share, and what an end of a channel sees when the process at the other end
-// dies. The other process is forked here.
+// Memory that processes share, and the view of an end of a channel when the process at the other
+// end dies. The other process is forked here.
 
 #include "comm/shm/shared_memory.h"
 
@@ -81,7 +81,7 @@ class Child {
   pid_t pid_;
 };
 
-// As post_fd, but to whomever the mailbox belongs; 0 if it goes.
+// Posts like post_fd, but to the mailbox of any user; 0 if it goes.
 int post_to_anybody(uint64_t id, int fd) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
@@ -258,7 +258,7 @@ TEST(SharedMemory, NothingElseIsOpenedThroughProc) {
 
 TEST(SharedMemory, AnotherProcessIsSentItsDescriptor) {
   const auto memory = SharedMemory::create(8192);
-  EXPECT_FALSE(post_fd(memory->id(), memory->fd()));  // nobody has such a mailbox
+  EXPECT_FALSE(post_fd(memory->id(), memory->fd()));  // no such mailbox exists
   const FdMailbox mailbox(memory->id());
   EXPECT_EQ(mailbox.take(), -1);
   Child child([&] {
@@ -271,7 +271,7 @@ TEST(SharedMemory, AnotherProcessIsSentItsDescriptor) {
   EXPECT_EQ(mine->data()[8000], std::byte{43});
 }
 
-// Whoever keeps it could cut it off.
+// A process that keeps the descriptor could cut it off.
 TEST(SharedMemory, IsNotMappedUnlessItsSizeIsSealed) {
   const uint64_t id = 4711;
   for (const bool sealed : {false, true}) {
@@ -283,7 +283,7 @@ TEST(SharedMemory, IsNotMappedUnlessItsSizeIsSealed) {
   }
 }
 
-// Who may know the names of mailboxes.
+// The user who may know the names of mailboxes.
 class OtherUser : public ::testing::Test {
  protected:
   static constexpr uid_t kOther = 65534;
@@ -292,7 +292,7 @@ class OtherUser : public ::testing::Test {
     if (geteuid() != 0) GTEST_SKIP() << "only root can be another user";
   }
 
-  // What a process of the other user returns.
+  // The result of a process of the other user.
   static int run(const std::function<int()>& body) {
     Child child([&] { return setuid(kOther) == 0 ? body() : -1; });
     return child.wait();
@@ -351,7 +351,7 @@ TEST(ProcessWatch, SeesTheEndOfAProcessThatNobodyHasWaitedFor) {
   for (int i = 0; i < 30'000 && !watch.ended(); ++i) std::this_thread::sleep_for(milliseconds(1));
   EXPECT_TRUE(watch.ended());
   EXPECT_FALSE(ProcessWatch(this_process()).ended());
-  EXPECT_FALSE(ProcessWatch({1, 0}).ended());  // of a namespace that is not known
+  EXPECT_FALSE(ProcessWatch({1, 0}).ended());  // a process of a namespace that is not known
 }
 
 // A profiler's timer, which counts the time that this process computes.

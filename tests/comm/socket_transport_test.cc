@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank does with bytes on a connection that no rank has sent. The peer is the test itself.
+// The reaction of a rank to bytes on a connection that no rank has sent. The peer is the test
+// itself.
 
 #include "comm/store/socket_transport.h"
 
@@ -19,7 +20,7 @@ using testing::StartsWith;
 
 TimePoint soon() { return std::chrono::steady_clock::now() + std::chrono::seconds(60); }
 
-// As SocketTransport sends it before each message.
+// The header that SocketTransport sends before each message.
 struct Header {
   int32_t kind;
   int32_t context;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Worlds without MPI: how ranks meet, and what they learn of those who do not come or end.
+// Worlds without MPI: how ranks meet, and their news of those that do not come or end.
 
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
@@ -88,7 +88,7 @@ StorePtr first_meeting_at(const StorePtr& store) {
   return c10::make_intrusive<c10d::PrefixStore>("meeting/1", job_at(store));
 }
 
-// What a rank on another host would leave in the store; nobody listens on its port.
+// The record that a rank on another host would leave in the store; no process listens on its port.
 void leave_record(c10d::Store& store, int rank) {
   const cpu_set_t cores{};
   std::string record = "another host\nmars\n127.0.0.1\n1\n";
@@ -141,7 +141,7 @@ TEST(StoreWorld, RanksOfAnotherJobDoNotJoin) {
               HasSubstr("rank 1 is one of 3 ranks of job A, but rank 0"));
 }
 
-// As of two jobs that have no numbers: all are told, since none knows which process is its own.
+// Two jobs without numbers meet like this: all are told, since none knows which process is its own.
 TEST(StoreWorld, TwoProcessesAreNotOneRank) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   leave(*job_at(store), "process/1", "process 7 on host mars, number 9");
@@ -154,7 +154,7 @@ TEST(StoreWorld, TwoProcessesAreNotOneRank) {
   });
 }
 
-// As torch.distributed.new_subgroups makes them, of parts of the world at one time.
+// The worlds are those of torch.distributed.new_subgroups: parts of the world at one time.
 TEST(StoreWorld, ARankAloneMeetsNobody) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   leave(*job_at(store), "process/0", "process 7 on host mars, number 9");
@@ -182,7 +182,7 @@ TEST(StoreWorld, AStoreThatIsStoppedIsNotWaitedForLonger) {
 }
 
 // A connection to where the rank of this record listens, at another address if one is given; no
-// word is sent. -1 where nobody listens.
+// word is sent. -1 where no rank listens.
 int connect_silently(const std::string& record, const std::string& other_address = "") {
   std::istringstream lines(record);
   std::string host, name, own_address, port;
@@ -416,7 +416,7 @@ TEST(StoreWorld, AForkedProcessKeepsNoConnectionOpen) {
   waitpid(child, nullptr, 0);
 }
 
-// Who ends in order harms nobody but those that still expect something of it.
+// A rank that ends in order harms only those that still expect something of it.
 TEST(StoreWorld, ARankThatHasEndedIsNamedToWhoWaitsForIt) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   as_threads(3, [&](int rank) {
@@ -487,7 +487,7 @@ TEST(Torchrun, SaysWhyThereIsNoStore) {
                     HasSubstr("Choose another MASTER_PORT if it is in use.")));
   setenv("RANK", "1", 1);
   setenv("MASTER_PORT", "1", 1);
-  // On a busy machine c10d may say only after that time that nobody listens.
+  // On a busy machine c10d may say only after that time that no process listens.
   EXPECT_THAT(
       error_text<CommError>([] { make_torchrun_world(milliseconds(500)); }),
       testing::AnyOf(AllOf(HasSubstr("rank 1 cannot reach the store at localhost port 1"),
@@ -505,7 +505,7 @@ uint16_t free_port() {
   return c10::make_intrusive<c10d::TCPStore>("localhost", options)->getPort();
 }
 
-// As "ddp_port" gives it: neither MASTER_PORT nor the launcher's store counts then.
+// The port is given by "ddp_port": neither MASTER_PORT nor the launcher's store counts then.
 TEST(Torchrun, MeetsAtAnotherPort) {
   const Variables all({{"RANK", "0"},
                        {"WORLD_SIZE", "2"},
@@ -524,7 +524,8 @@ TEST(Torchrun, MeetsAtAnotherPort) {
                     HasSubstr("Choose another \"ddp_port\" if it is in use.")));
 }
 
-// As of a rank 0 that is stopped while it opens the store: the kernel takes connections to it.
+// A rank 0 that is stopped while it opens the store looks like this: the kernel takes connections
+// to it.
 TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
   const int silent = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address{};

@@ -96,7 +96,7 @@ TEST(RunRanks, TheOthersSeeTheCauseInTheirWait) {
 }
 
 /// The gradient of a kernel is summed in another order by each number of threads. oneDNN asks
-/// OpenMP for that, which tells a new thread what the environment says; it is the first that runs
+/// OpenMP for that, which gives a new thread the environment's number; it is the first that runs
 /// there.
 at::Tensor kernel_gradient(const at::Tensor& x, const at::Tensor& slope) {
   const at::Tensor kernel = at::empty({8, 3, 5});  // its values do not matter
@@ -108,7 +108,7 @@ at::Tensor kernel_gradient(const at::Tensor& x, const at::Tensor& slope) {
 TEST(RunRanksDeathTest, RanksHaveTheIntraOpThreadsOfTheProgram) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const char* before = std::getenv("OMP_NUM_THREADS");
-  setenv("OMP_NUM_THREADS", "4", 1);  // of the process that starts here
+  setenv("OMP_NUM_THREADS", "4", 1);  // set for the process that starts here
   const auto compare = [] {
     at::set_num_threads(1);
     const at::Tensor x = at::randn({64, 3, 50}), slope = at::randn({64, 8, 46});

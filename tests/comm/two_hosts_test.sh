@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # usage: two_hosts_test.sh TWO_HOSTS PROGRAM
 # The suite of collectives on two hosts of two ranks, which both launchers start. Skipped where
-# network namespaces cannot be made, which needs root. Left out are the cases that ask for what only
-# ranks of one host see of each other.
+# network namespaces cannot be made, which needs root. Left out are the cases that only ranks of one
+# host can see.
 set -eu
 two_hosts=$1 program=$PWD/$2
 

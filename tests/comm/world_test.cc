@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs alone, under mpirun and with torchrun's variables: the world is what the launcher says.
+// Runs alone, under mpirun and with torchrun's variables: the launcher defines the world.
 
 #include "comm/world.h"
 
@@ -57,7 +57,8 @@ class Variables {
   std::vector<std::pair<const char*, const char*>> all_;
 };
 
-// What SLURM sets for a task of `srun`, and for a batch script, which is no task of several.
+// The variables that SLURM sets for a task of `srun`, and for a batch script, which is no task of
+// several.
 TEST(World, KnowsTasksOfSlurm) {
   if (launcher() != Launcher::kNone) return;  // these come first
   const Variables job({{"SLURM_JOB_ID", "7"},

@@ -8,7 +8,7 @@
 
 namespace smp::testing {
 
-/// What is wrong with the parameters of a file.
+/// The error in the parameters of a file.
 inline std::string validation_error(const std::string& json) {
   return error_text([&] { Config::from_json(json, "smp.json").validate(); });
 }
@@ -18,7 +18,7 @@ inline std::string parse_error(const std::string& json) {
   return error_text([&] { Config::from_json(json, "smp.json"); });
 }
 
-/// Text of a file, and what is said of it.
+/// Text of a file, and the error about it.
 struct BadValue {
   const char* json;
   const char* error;

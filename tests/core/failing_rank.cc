@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program for smprun_test: writes its process id to FOLDER/pid.RANK, then does what MODE says.
-// The ranks that do not fail wait, so that only the launcher can end them.
+// A program for smprun_test: writes its process id to FOLDER/pid.RANK, then acts by MODE. The ranks
+// that do not fail wait, so that only the launcher can end them.
 
 #include <unistd.h>
 

@@ -21,7 +21,7 @@ ProcessResult ended(int status, const std::string& mpirun_says = "") {
   return result;
 }
 
-// As Open MPI 4.1 says it.
+// The text of Open MPI 4.1.
 const char* const kKilled =
     "--------------------\nmpirun noticed that process rank 1 with PID 0 on node vm exited on "
     "signal "
@@ -47,7 +47,7 @@ TEST(FailureReport, ReadsMpirun) {
   EXPECT_FALSE(ended_rank("Process name: [[26449,1],12]\n  Exit code: none"));
 }
 
-// Ranks print between the lines of mpirun what they like.
+// Ranks print any text between the lines of mpirun.
 TEST(FailureReport, ReadsMpirunAfterAnyLine) {
   const std::string filler(1 << 20, 'x'), digits(1 << 20, '9');
   for (const std::string& begin :
@@ -137,7 +137,7 @@ TEST(FailureReport, WithoutMessages) {
             "smprun: stopped by signal 2 (Interrupt)\n");
 }
 
-/// As by a user's kill, or when memory runs out: ranks that notice are innocent.
+/// Killed by a user, or when memory runs out: ranks that notice are innocent.
 TEST(FailureReport, AKilledMpirunIsTheCause) {
   ProcessResult result = ended(137);
   result.own_signal = 9;

@@ -15,8 +15,8 @@ constexpr int kBlocks = 64;
 constexpr size_t kBlock = 1 << 20;
 constexpr size_t kStep = kBlocks * kBlock;
 
-/// Takes, writes and frees what a step might; returns how much of it the C library still holds.
-/// That, unlike page faults, depends neither on the size of pages nor on what else runs.
+/// Takes, writes and frees memory like a step; returns how much of it the C library still holds.
+/// That, unlike page faults, depends neither on the size of pages nor on other programs.
 size_t kept_of_a_step() {
   std::vector<std::unique_ptr<char[]>> blocks;
   for (int i = 0; i < kBlocks; ++i) {

@@ -35,7 +35,7 @@ TEST(JobFolder, GoesAwayWithItsObject) {
   EXPECT_TRUE(fs::is_empty(parent.path()));
 }
 
-/// A launcher that was killed leaves its folder, and nobody has its lock any more.
+/// A launcher that was killed leaves its folder, and no process has its lock any more.
 TEST(JobFolder, ThoseOfTheDeadAreRemoved) {
   const smp::testing::TempFolder parent;
   const JobFolder living(parent.path(), kAdvice);
@@ -51,7 +51,7 @@ TEST(JobFolder, ThoseOfTheDeadAreRemoved) {
   EXPECT_TRUE(fs::exists(parent.file("other")));
 }
 
-/// Of the same name, with a file of that name.
+/// Folders of the same name, with a file of that name.
 TEST(JobFolder, OthersAreLeftAlone) {
   const smp::testing::TempFolder parent;
   const auto make = [&](const std::string& name, const std::string& content) {
@@ -77,7 +77,7 @@ TEST(JobFolder, OthersAreLeftAlone) {
   }
 }
 
-/// What links in it point to is another's.
+/// Targets of links in it are another program's.
 TEST(JobFolder, LinksAreNotFollowed) {
   const smp::testing::TempFolder parent;
   std::ofstream(parent.file("data")) << "mine";
@@ -90,7 +90,7 @@ TEST(JobFolder, LinksAreNotFollowed) {
 }
 
 /// Ranks that have not ended yet make files while the folder is removed; the next launcher finds
-/// what is left.
+/// the leftovers.
 TEST(JobFolder, WhatIsLeftIsRemovedByTheNext) {
   const smp::testing::TempFolder parent;
   std::atomic<bool> ends{false};

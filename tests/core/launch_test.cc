@@ -83,7 +83,7 @@ TEST(Launch, Command) {
                        {"SM_HP_MP_PARAMETERS", R"({"microbatches":4,"partitions":2})"}}));
 }
 
-/// As when a job goes on with fewer ranks.
+/// The same happens when a job goes on with fewer ranks.
 TEST(Launch, InAnotherLayout) {
   LaunchContext context;
   context.recovery_dir = "/dev/shm/x";
@@ -153,7 +153,7 @@ bool has(const LaunchCommand& command, const std::string& words) {
   return (" " + shell_text(command) + " ").find(" " + words + " ") != std::string::npos;
 }
 
-/// Ranks that all are on this host need no network, and what MPI shares lies with the job's.
+/// Ranks that all are on this host need no network, and MPI's shared memory lies with the job's.
 TEST(Launch, OnThisHostOnly) {
   const char* const kMemory = "--mca btl_vader_backing_directory /dev/shm/job";
   LaunchContext context;
@@ -170,13 +170,13 @@ TEST(Launch, OnThisHostOnly) {
   };
   options.hosts = "h1:2";
   expect_hosts(options);
-  context.host_name = "h1.cluster";  // as in a job of SLURM with one host
+  context.host_name = "h1.cluster";  // set in a job of SLURM with one host
   EXPECT_TRUE(has(plan_launch(options, context), kMemory));
   options.hosts = "h1:2,h2:2";
   expect_hosts(options);
   expect_hosts(options_for(
       estimator(R"(, "custom_mpi_options": "--hostfile hosts")", R"({"partitions": 2})")));
-  context.mpirun_knows_hosts = true;  // as in a job of PBS
+  context.mpirun_knows_hosts = true;  // set in a job of PBS
   expect_hosts(options_for(R"({"partitions": 2})"));
 }
 
@@ -516,9 +516,10 @@ TEST(ConfigurationFiles, ThePageBeginsWithWhatMattersAndLinksToPages) {
     EXPECT_NE(page.find(text), std::string::npos) << text;
     return page.find(text);
   };
-  EXPECT_LT(position("| [`tensor_parallel_degree`](#tensor_parallel_degree) | `1` | Among how many "
-                     "ranks layers are divided (see [tensor parallelism](tensor_parallelism.md)) |"),
-            position("## Pipelines\n\n### `partitions`\n"));
+  EXPECT_LT(
+      position("| [`tensor_parallel_degree`](#tensor_parallel_degree) | `1` | Among how many "
+               "ranks layers are divided (see [tensor parallelism](tensor_parallelism.md)) |"),
+      position("## Pipelines\n\n### `partitions`\n"));
   EXPECT_LT(position("### `virtual_stages`\n"), position("## Ranks and replicas\n"));
   EXPECT_LT(position("## Ranks and replicas\n"), position("### `ddp`\n"));
   EXPECT_EQ(page.find("docs/"), std::string::npos);  // names of files that are no links

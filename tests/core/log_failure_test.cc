@@ -89,7 +89,7 @@ TEST(InternalAssert, SaysWhereAndAsksForAReport) {
   core::set_error_context("");
 }
 
-// As comm/operation.cc throws them.
+// The error that comm/operation.cc throws.
 class TimedOut final : public TimeoutError, public core::FailedWait {
  public:
   TimedOut()
@@ -210,7 +210,7 @@ TEST(StopRequestDeathTest, SigtermEndsWhenTheTimeIsOver) {
   EXPECT_EXIT(end_after_signals(kSoon, 1, 0), ::testing::KilledBySignal(SIGTERM), "");
 }
 
-/// As a pool of workers ends its processes.
+/// Ends them like a pool of workers ends its processes.
 TEST(StopRequestDeathTest, SigtermEndsForkedProcesses) {
   const auto fork_and_end = [] {
     core::take_stop_requests(std::chrono::hours(1));
@@ -224,13 +224,13 @@ TEST(StopRequestDeathTest, SigtermEndsForkedProcesses) {
   EXPECT_EXIT(fork_and_end(), ::testing::ExitedWithCode(7), "");
 }
 
-/// By files in its folder, and back.
+/// The messages are files in its folder.
 TEST(StopRequest, TheLauncherAsksAndHears) {
   const std::string folder = fresh_folder("stop");
   EXPECT_FALSE(core::ask_to_stop(folder + "/missing"));
   EXPECT_TRUE(core::ask_to_stop(folder));
   EXPECT_FALSE(core::stop_is_requested()) << "of another launcher";
-  core::note_stopping();  // for nobody
+  core::note_stopping();  // no launcher reads it
   EXPECT_FALSE(core::is_stopping(folder));
   setenv(kFailureDirVariable, folder.c_str(), 1);
   EXPECT_TRUE(core::stop_is_requested());

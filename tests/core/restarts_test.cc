@@ -84,7 +84,7 @@ TEST(Restarts, GoOnWhereStepsAreWon) {
   EXPECT_FALSE(slow.after(JobProgress{61, {{"a", 60}}}).again) << "the same checkpoint again";
 }
 
-/// A job with "recovery" is started again though nobody has said how often.
+/// A job with "recovery" is started again though no number is given.
 TEST(Restarts, OfAJobThatRecovers) {
   Restarts restarts(std::nullopt, true);
   EXPECT_FALSE(Restarts(std::nullopt, true).after(JobProgress{3, {}}).again);
@@ -101,7 +101,7 @@ TEST(Restarts, OfAJobThatRecovers) {
   EXPECT_EQ(restarts.next().before.kept_steps, 9);
 }
 
-/// A checkpoint that was saved after the last copy is what the job goes on from.
+/// A checkpoint that was saved after the last copy is the one from which the job goes on.
 TEST(Restarts, SayTheNewestOfCopyAndCheckpoint) {
   Restarts restarts(std::nullopt, true);
   auto decision = restarts.after(JobProgress{9, {{"run/a", 7}}, 6}, true);
@@ -157,7 +157,7 @@ TEST(Restarts, RanksNoteThatTheyHaveArrived) {
   EXPECT_TRUE(core::read_arrivals(folder.path()).empty());
   for (const char* rank : {"0", "12"}) {
     setenv("OMPI_COMM_WORLD_RANK", rank, 1);
-    core::note_arrival();  // for nobody
+    core::note_arrival();  // no launcher reads it
     setenv(core::kFailureDirVariable, folder.path().c_str(), 1);
     core::note_arrival();
     unsetenv(core::kFailureDirVariable);
@@ -171,7 +171,7 @@ TEST(Restarts, NotesAreReadAgain) {
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
   EXPECT_FALSE(core::read_progress(folder));
-  core::note_steps(1);  // for nobody
+  core::note_steps(1);  // no launcher reads it
   setenv(core::kFailureDirVariable, folder.c_str(), 1);
   core::note_steps(123456);
   core::note_steps(7);

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <string>
 
 #include "tests/command.h"
@@ -27,12 +28,16 @@ std::string last_line(const std::string& output) {
 
 size_t lines(const std::string& output) { return std::count(output.begin(), output.end(), '\n'); }
 
+/// How many seconds mpirun lets its ranks live after SIGTERM; one, unless this says otherwise.
+constexpr const char* kFarewell = "OMPI_MCA_odls_base_sigkill_timeout";
+
 class Smprun : public ::testing::Test {
  protected:
   Smprun() : folder_(fs::path(::testing::TempDir()) / "smprun") {
     fs::remove_all(folder_);
     fs::create_directories(folder_ / "tmp");
     setenv("TMPDIR", (folder_ / "tmp").c_str(), 1);
+    setenv(kFarewell, "0", 1);
     config_ = folder_ / "smp.json";
     std::ofstream(config_) << R"({"partitions": 2})";
   }
@@ -95,11 +100,12 @@ TEST_F(Smprun, ExplainsARankThatLeftNoMessage) {
 }
 
 TEST_F(Smprun, SendsSignalsOnAndDoesNotStartAgain) {
+  unsetenv(kFarewell);
   for (const auto& [signal, name] : {std::pair{SIGTERM, "Terminated"}, {SIGINT, "Interrupt"}}) {
     fs::remove(folder_ / "pid.0");
     fs::remove(folder_ / "pid.1");
     const std::string pid = folder_.string() + "/pid.";
-    // A shell ignores interrupts in what it starts with &.
+    // A shell ignores interrupts in commands that it starts with &.
     const Outcome outcome = run("{ env --default-signal=INT " + command("wait", " --restarts 3") +
                                 " & launcher=$!; until [ -s " + pid + "0 ] && [ -s " + pid +
                                 "1 ]; do sleep 0.1; done; kill -" + std::to_string(signal) +
@@ -142,27 +148,30 @@ TEST_F(Smprun, HearsSignalsBetweenTwoStarts) {
 
 /// mpirun hangs where it cannot start ranks, and ranks may hang before they meet.
 TEST_F(Smprun, RanksHaveToComeInTime) {
-  fs::create_directory(folder_ / "bin");
-  const fs::path mpirun = folder_ / "bin/mpirun";
-  const auto run_mpirun = [&](const std::string& text) {
+  const auto begin = [&](const std::string& name, const std::string& text) {
+    const fs::path mpirun = folder_ / name / "mpirun";
+    fs::create_directory(folder_ / name);
     std::ofstream(mpirun) << "#!/bin/sh\n" << text;
     fs::permissions(mpirun, fs::perms::owner_all);
-    return run("PATH=" + (folder_ / "bin").string() + ":$PATH " +
-               command("pass", " --start-timeout 2"));
+    return std::async(std::launch::async, run,
+                      "PATH=" + mpirun.parent_path().string() + ":$PATH " +
+                          command("pass", " --start-timeout 2"));
   };
   const std::string arrive = ": >\"$SMP_FAILURE_DIR/arrived-";
-  const Outcome none = run_mpirun("exec sleep 60");
+  auto some = begin("some", arrive + "0\"; exec sleep 60");
+  auto all = begin("all", arrive + "0\"; " + arrive + "1\"; exec sleep 2.5");
+  const Outcome none = begin("none", "exec sleep 60").get();
   EXPECT_EQ(none.status, 128 + SIGTERM);
   EXPECT_EQ(none.output,
             "smprun: first cause: ranks 0 and 1 have not come to smp::init within 2 s: mpirun "
             "could not start them, or they hang, or have much to do before. --start-timeout "
             "SECONDS allows more, 0 any time\n");
-  const Outcome one = run_mpirun(arrive + "0\"; exec sleep 60");
+  const Outcome one = some.get();
   EXPECT_EQ(one.output.rfind("smprun: first cause: rank 1 has not come to smp::init", 0), 0u)
       << one.output;
+  const Outcome both = all.get();
+  EXPECT_EQ(both.status, 0) << both.output;
   EXPECT_FALSE(left_a_folder());
-  const Outcome all = run_mpirun(arrive + "0\"; " + arrive + "1\"; exec sleep 2.5");
-  EXPECT_EQ(all.status, 0) << all.output;
 }
 
 /// Jobs whose ranks are shell scripts.
@@ -211,7 +220,8 @@ const char* const kStubborn = R"sh(
   while :; do echo x >"$SMP_RECOVERY_DIR/$rank.$((i = (i + 1) % 100))"; done
 )sh";
 
-/// As under nohup. What an interrupted shell ignores, mpirun does not hear of either.
+/// The launcher ignores signals as under nohup. Signals that an interrupted shell ignores, mpirun
+/// does not hear of either.
 TEST_F(SmprunOfScripts, SignalsThatAreIgnoredStayAway) {
   before_ = "trap '' HUP";
   const Outcome outcome =
@@ -223,6 +233,7 @@ TEST_F(SmprunOfScripts, SignalsThatAreIgnoredStayAway) {
 
 /// The second has mpirun leave at once, while its ranks go on writing.
 TEST_F(SmprunOfScripts, TwoInterruptsLeaveNothing) {
+  unsetenv(kFarewell);
   const Outcome outcome =
       run_job("", kStubborn, "kill -INT $launcher; sleep 0.05; kill -INT $launcher");
   EXPECT_EQ(outcome.status, 128 + SIGINT) << outcome.output;

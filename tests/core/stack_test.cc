@@ -140,7 +140,7 @@ TEST(StackRequest, ThatOfAWaitHasTheCauseSaid) {
   });
 }
 
-/// Nobody who is stopped could answer, and one that has been stopped would answer long after.
+/// A stopped rank could not answer, and one that has been stopped would answer long after.
 TEST(StackRequest, ARankThatIsStoppedIsNotAsked) {
   while_rank_1_sleeps([] {
     JobStatus job = *read_own_job();
@@ -152,7 +152,7 @@ TEST(StackRequest, ARankThatIsStoppedIsNotAsked) {
   });
 }
 
-/// As Go's runtime does, which takes every SIGURG for its own.
+/// Handles it like Go's runtime, which takes every SIGURG for its own.
 TEST(StackRequest, AHandlerThatTheProgramInstallsLaterIsNotCalled) {
   static std::atomic<int> calls{0};
   struct sigaction ours = {};

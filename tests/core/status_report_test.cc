@@ -87,7 +87,7 @@ TEST(StatusReport, ACircle) {
   EXPECT_FALSE(stall_cause(circle, 1));
 }
 
-/// What each of them called; who waits for one of them has called nothing wrong.
+/// The call of each of them; a rank that waits for one of them has called nothing wrong.
 TEST(StatusReport, StacksOfACircle) {
   JobStatus circle =
       job({waiting(0, "train()", {1}, "all_reduce"), waiting(1, "smp::barrier", {2}, "barrier"),
@@ -130,8 +130,8 @@ TEST(StatusReport, ARankThatHasEnded) {
   EXPECT_EQ(stall_cause(rest, 0)->how, "has ended");
 }
 
-// Of those that a collective waits for, the one that stands still, not the one that is slow; and
-// what one waits for, before one that is slow.
+// The cause among the ranks that a collective waits for is the one that stands still, not the one
+// that is slow; and one that another waits for comes before one that is slow.
 TEST(StatusReport, TheRankThatExplainsMostIsTheCause) {
   const RankStatus slow = working(1, "0F0", 3),
                    stopped = working(3, "1F0", 8, {Kind::kStopped, ""});
@@ -157,7 +157,7 @@ TEST(StatusReport, SlowIsNotDead) {
             "is blocked in the kernel in read; it has been in 1F0 of step 12 for 20 s");
 }
 
-/// Its wait is not what holds the others up.
+/// Its wait does not hold the others up.
 TEST(StatusReport, ARankThatIsStoppedInAWaitIsTheCause) {
   RankStatus stopped = waiting(1, "receive 0F3", {0}, "channel receive");
   stopped.state = {Kind::kStopped, ""};

@@ -26,7 +26,7 @@ using Kind = ThreadState::Kind;
 using std::chrono::hours;
 using std::chrono::nanoseconds;
 
-/// A job that nobody else runs.
+/// A job that no other process runs.
 StatusOwner owner(int rank, std::vector<std::string> hosts) {
   static int jobs = 0;
   if (rank == 0) ++jobs;

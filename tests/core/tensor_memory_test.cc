@@ -21,8 +21,8 @@ namespace {
 constexpr int kOperators = 100;
 constexpr int64_t kElements = 1 << 16;
 
-/// What a step does to the heap: a forward pass keeps tensors of several sizes, and objects beside
-/// them, which a backward pass frees from the last on. Returns the bytes that were kept.
+/// The work of a step on the heap: a forward pass keeps tensors of several sizes, and objects
+/// beside them, which a backward pass frees from the last on. Returns the bytes that were kept.
 size_t run_step() {
   std::vector<torch::Tensor> saved;
   std::vector<std::unique_ptr<char[]>> objects;
@@ -42,7 +42,7 @@ size_t run_step() {
   return kept;
 }
 
-/// The oracle is what is in use at most. With libtorch's own memory and glibc 2.36 the heap takes a
+/// The oracle is the most memory in use. With libtorch's own memory and glibc 2.36 the heap takes a
 /// quarter more.
 TEST(TensorMemory, IsThatOfTheLastStep) {
   core::keep_freed_memory();
@@ -51,7 +51,7 @@ TEST(TensorMemory, IsThatOfTheLastStep) {
   size_t kept = 0;
   for (int step = 0; step < 20; ++step) kept = run_step();
   const size_t grown = mallinfo2().arena - before;
-  EXPECT_GT(grown, kept / 2);  // what is freed is kept
+  EXPECT_GT(grown, kept / 2);  // freed memory is kept
   EXPECT_LT(static_cast<double>(grown), 1.05 * static_cast<double>(kept));
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What only a GPU shows: the parts below the numbers of parity_test. See docs/cuda.md.
+// Tests that need a GPU: the parts below the numbers of parity_test. See docs/development.md.
 
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -64,7 +64,7 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
   }
 }
 
-/// Afterwards all goes on: random operators, what is freed, another capture.
+/// Afterwards all goes on: random operators, freed memory, another capture.
 TEST(Cuda, ACaptureThatFailsLeavesNothing) {
   const at::Tensor x = at::ones({1000}, kGpu);
   graph::GraphCapture capture(kGpu, {0});
@@ -89,7 +89,7 @@ TEST(Cuda, MessagesGoThroughHostMemoryWhileTheDeviceIsBusy) {
   }
 }
 
-// As the transports do it: ((rank 0 + rank 1) + rank 2) ...
+// The part that the transports add in this order: ((rank 0 + rank 1) + rank 2) ...
 at::Tensor part_of(int rank, at::ScalarType type) {
   return ((at::arange(1001).to(at::kDouble) + 1) * (rank + 1) / 7).to(type);
 }

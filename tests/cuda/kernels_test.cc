@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// On which of libtorch's kernels for CUDA the bits of a model depend. Prints what it finds.
+// On which of libtorch's kernels for CUDA the bits of a model depend. Prints its findings.
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
@@ -79,7 +79,7 @@ at::Tensor shifted(const at::Tensor& values, int64_t bytes) {
   return result.copy_(values);
 }
 
-/// Whether a linear layer gives the same bits wherever what it reads begins.
+/// Whether a linear layer gives the same bits wherever its input begins.
 bool is_independent_of(int64_t bytes, const Product& product, at::ScalarType type) {
   at::manual_seed(1);
   const at::TensorOptions options = at::TensorOptions(type).device(kGpu);
@@ -160,8 +160,8 @@ int64_t differing(const Tensors& a, const Tensors& b) {
   return count;
 }
 
-/// An operator on each tensor, and what is to give its bits: the function over lists, and the
-/// operation of a kernel over lists with this number.
+/// An operator on each tensor, and the functions that are to give its bits: the function over
+/// lists, and the operation of a kernel over lists with this number.
 struct OverLists {
   std::string name;
   std::function<at::Tensor(const at::Tensor& x, const at::Tensor& y, const at::Tensor& z)> one;
@@ -199,7 +199,7 @@ std::vector<OverLists> functions_over_lists(double s) {
   };
 }
 
-/// Lists that functions are called with, and what they are to give.
+/// Lists that functions are called with, and the expected results.
 struct Lists {
   Lists(const OverLists& function, at::ScalarType type)
       : x(numbers(1, type)), y(numbers(2, type)), z(numbers(3, type)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// NCCL in a group of one rank, which one GPU is enough for: what lies below the communicators,
+// NCCL in a group of one rank, which one GPU is enough for: the parts below the communicators,
 // which answer calls in such a group themselves.
 
 #include <ATen/ATen.h>
@@ -53,7 +53,7 @@ at::Tensor room(at::ScalarType type) {
 void expect_moves(c10d::Backend& group, at::ScalarType type) {
   const at::Tensor expected = numbers(type);
   const int64_t bytes = expected.element_size() * kNumel;
-  // Bytes: so the communicators move what they do not add.
+  // Bytes: so the communicators move types that they do not add.
   at::Tensor from = late(expected).view(at::kByte);
 
   Tensors broadcast = {from};
@@ -90,7 +90,7 @@ void expect_sums(c10d::Backend& group, at::ScalarType type) {
   }
 }
 
-/// Calls begin behind what the current stream was given, and it goes on behind them.
+/// Calls begin behind the current stream's work, and it goes on behind them.
 TEST(Nccl, CollectivesKeepTheOrderOfTheCurrentStream) {
   with_groups([](comm::GroupPool& groups) {
     const c10::impl::VirtualGuardImpl gpu(at::kCUDA);

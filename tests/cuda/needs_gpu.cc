@@ -11,7 +11,7 @@ class NeedsGpu : public ::testing::Environment {
  public:
   void SetUp() override {
     ASSERT_GT(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).deviceCount(), 0)
-        << "these tests need a GPU; see docs/cuda.md";
+        << "these tests need a GPU; see docs/development.md";
   }
 };
 

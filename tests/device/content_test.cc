@@ -17,7 +17,7 @@
 namespace smp::testing {
 namespace {
 
-/// What a device makes of tensors, of which the host sees the sums only.
+/// Hashes of tensors by a device, of which the host sees the sums only.
 std::vector<uint64_t> on_device(const std::vector<torch::Tensor>& tensors) {
   std::vector<torch::Tensor> there;
   for (const auto& tensor : tensors) there.push_back(tensor.to(fake_device()));

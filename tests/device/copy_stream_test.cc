@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The stream rules of docs/cuda.md, on a device that does copies as late as it may.
+// The stream rules of pipeline/copy_stream.h, on a device that does copies as late as it may.
 
 #include "pipeline/copy_stream.h"
 

@@ -88,7 +88,7 @@ TEST(DeviceCommunicator, ReducesGathersAndBroadcastsOnTheDevice) {
   });
 }
 
-/// What the device computes after the call is not waited for, and what it computed before is.
+/// Computations that the device begins after the call are not waited for, and those before it are.
 TEST(DeviceCommunicator, TasksGoOnBesideWhatIsComputed) {
   on_devices(2, [](comm::Communicator& group, at::Device device) {
     const at::Tensor sum = at::zeros({5}, device), later = at::zeros({5});

@@ -24,7 +24,7 @@ uint64_t seed_of(at::Device device) {
   return at::globalContext().defaultGenerator(device).current_seed();
 }
 
-/// Returns what is drawn on the tensor's device and on the CPU, and the seeds that the default
+/// Returns the numbers drawn on the tensor's device and on the CPU, and the seeds that the default
 /// generators of both have meanwhile.
 std::vector<torch::Tensor> draws(const torch::Tensor& x) {
   return {torch::rand({4}, x.device()).cpu(), torch::rand({4}),
@@ -32,7 +32,7 @@ std::vector<torch::Tensor> draws(const torch::Tensor& x) {
                          static_cast<int64_t>(seed_of(at::kCPU))})};
 }
 
-/// The first elements of what kernels of the device were called on.
+/// The first elements of the tensors on which the device's kernels were called.
 std::vector<float> device_calls;
 
 torch::Tensor on_device(const torch::Tensor& x) {
@@ -82,7 +82,7 @@ torch::Tensor shape_of(const char* name, at::ScalarType type = torch::kFloat) {
   return stack[0].toTensor();
 }
 
-/// A kernel of a GPU that does not like what it is given ends the GPU for the process.
+/// A kernel of a GPU that does not like its arguments ends the GPU for the process.
 TEST(Device, ShapesAreFoundOnTheCpuWhereItHasAKernel) {
   const torch::Tensor shape = shape_of("smp_device_test::takes_ones");
   EXPECT_TRUE(shape.is_meta());
@@ -217,7 +217,7 @@ TEST(Device, RefusesInputsOfAnotherDevice) {
                     "Leave the input on the CPU, or move it there: x.to(smp::device())"});
 }
 
-/// Puts back at its end what `"deterministic"` sets for the process.
+/// Puts back at its end the settings of `"deterministic"` for the process.
 class Determinism : public ::testing::Test {
  protected:
   void SetUp() override { unsetenv(kWorkspace); }
@@ -351,7 +351,7 @@ TEST(Device, TheLogSaysOnceWhichWayTensorsGo) {
       << log;
 }
 
-/// It is read beside what the next step computes.
+/// It is read beside the next step's computations.
 TEST(Device, ALossThatIsNotFiniteIsFoundInTheNextStep) {
   ::testing::internal::CaptureStderr();
   run_as_threads(1, stages(1), [] {

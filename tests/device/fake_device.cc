@@ -69,7 +69,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     const FakeLock lock(machine().mutex);
     machine().synchronize(*static_cast<FakeEvent*>(event));
   }
-  /// By the fake's clock, which each task of a stream takes a millisecond of.
+  /// Uses the fake's clock: each task of a stream takes a millisecond of it.
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
     const FakeLock lock(machine().mutex);
     const auto& first = *static_cast<FakeEvent*>(from);

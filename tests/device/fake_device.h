@@ -8,27 +8,27 @@
 #include <string>
 #include <vector>
 
-/// A device "fake" (c10::DeviceType::PrivateUse1) with four indices, for tests of what the library
-/// does on a device other than the CPU. Linking it registers it.
+/// A device "fake" (c10::DeviceType::PrivateUse1) with four indices, for tests of the library on a
+/// device other than the CPU. Linking it registers it.
 ///
-/// Its streams do what they are given as late as they may, kernels and copies alike: when the host
+/// Its streams do their tasks as late as they may, kernels and copies alike: when the host
 /// waits for them, directly or for a stream that waits for them. So where a wait is missing, wrong
 /// numbers are read. Kernels are the CPU's. Those that draw random numbers, and those whose
-/// results' shapes libtorch cannot tell without running them, run at once, after what their stream
-/// was given. A copy to or from the host that is not waited for moves bytes as they lie and is
+/// results' shapes libtorch cannot tell without running them, run at once, after their stream's
+/// tasks. A copy to or from the host that is not waited for moves bytes as they lie and is
 /// refused where elements would have to be arranged: CUDA then has the host do its part at once,
 /// before the device has done its own. Memory that is freed is overwritten when the stream that it
-/// was allocated on comes to it, and those that it was recorded on have done what they were given
-/// until then.
+/// was allocated on comes to it, and those that it was recorded on have done their tasks until
+/// then.
 ///
 /// Whatever the order in which things happen to run, two rules are checked, and a program that
 /// breaks one ends with the text and the stack:
-/// - A task that uses memory on one stream waits for what another stream was given to do there
-///   before, if one of them writes. Allocating counts as writing, since a caching allocator gives
-///   memory to the host before its stream has done what it had there.
+/// - A task that uses memory on one stream waits for the earlier tasks of another stream there,
+///   if one of them writes. Allocating counts as writing, since a caching allocator gives
+///   memory to the host before its stream has done its tasks there.
 /// - Memory is freed when the stream that it was allocated on, or the host, has waited for its uses
 ///   on other streams, or these are recorded (`recordDataPtrOnStream`). As in libtorch's allocator,
-///   what is recorded while any stream of the index is captured is forgotten.
+///   uses recorded while any stream of the index is captured are forgotten.
 namespace smp::testing {
 
 at::Device fake_device(int index = 0);
@@ -37,8 +37,8 @@ at::Device fake_device(int index = 0);
 /// name.
 void move_to_fake(const std::vector<at::Tensor>& tensors, at::Device device);
 
-/// What was asked of streams and events since the last call, in order, one a line: "copy waits for
-/// event 0". The default stream is called "compute", others "copy".
+/// The calls of streams and events since the last call, in order, one a line: "copy waits for event
+/// 0". The default stream is called "compute", others "copy".
 std::vector<std::string> take_fake_log();
 
 /// How many graphs were launched since the last call.
@@ -51,7 +51,7 @@ int take_fake_kernels();
 /// for each.
 int fake_streams();
 
-/// While it lives, each index of the device has so many bytes of memory, counting what is allocated
+/// While it lives, each index of the device has so many bytes of memory, counting memory allocated
 /// already; an allocation beyond them throws `c10::OutOfMemoryError`, as CUDA's do. Without one
 /// there is no limit.
 class FakeMemoryLimit {
@@ -68,7 +68,7 @@ class FakeMemoryLimit {
 
 /// While it lives, an index fails for good after so many more kernels and copies: its streams do
 /// nothing any more, and it answers each call with a `c10::AcceleratorError`, as CUDA does after an
-/// assertion in a kernel. What is freed is freed.
+/// assertion in a kernel. Freed memory is freed.
 class FailingDevice {
  public:
   FailingDevice(int index, int64_t kernels);
@@ -81,7 +81,7 @@ class FailingDevice {
 };
 
 /// Bytes of host memory that is pinned for the device. Freed, it is kept until the streams that
-/// copy from or to it have done what they were given, and then overwritten.
+/// copy from or to it have done their tasks, and then overwritten.
 size_t fake_pinned_bytes();
 
 /// While it lives, notes the rules that are broken instead of ending the program.
@@ -96,15 +96,15 @@ class BrokenRules {
   std::vector<std::string> take();
 };
 
-/// What the host had to do with the device.
+/// A use of the device by the host.
 struct HostUse {
   std::string what;   ///< "copies Long [4, 8] to the device, waits", "waits for an event" ...
-  std::string stack;  ///< who asked for it
+  std::string stack;  ///< the stack of the caller
 };
 
 /// While it lives, notes when the host copies to or from the device, and when it waits: for an
 /// event, for a stream, in a copy that is waited for, and in operators that on CUDA end with the
-/// host reading what the device has made (`item`, `equal`, `nonzero` ...). One at a time.
+/// host reading results of the device (`item`, `equal`, `nonzero` ...). One at a time.
 class HostUses {
  public:
   HostUses();
@@ -112,7 +112,7 @@ class HostUses {
   HostUses(const HostUses&) = delete;
   HostUses& operator=(const HostUses&) = delete;
 
-  /// What was noted of an index since the last call, in order.
+  /// The uses noted of an index since the last call, in order.
   std::vector<HostUse> take(int index);
 };
 

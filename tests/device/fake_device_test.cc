@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fake device itself: it is as late as it may, and finds what breaks the rules of streams.
+// The fake device itself: it is as late as it may, and finds breaches of the rules of streams.
 
 #include "tests/device/fake_device.h"
 
@@ -50,7 +50,7 @@ class FakeDevice : public ::testing::Test {
   std::string side_text() const { return "stream " + std::to_string(side_.id()) + " of fake:0"; }
 };
 
-/// What is there, whatever the device has been asked to do.
+/// The content of memory, whatever the device has been asked to do.
 float first_of(const at::Tensor& tensor) {
   return *static_cast<const float*>(tensor.const_data_ptr());
 }
@@ -151,7 +151,7 @@ TEST_F(FakeDevice, WhatTheHostHasWaitedForNeedNotBeWaitedForAgain) {
   const at::Tensor x = ones(4), y = ones(4);
   x.add_(1);
   let_wait(side_, compute_);
-  guard_.synchronizeStream(side_);  // and so for what it waited for
+  guard_.synchronizeStream(side_);  // and so for the work it waited for
   on_side([&] { y.add_(x); });
   expect_rules_kept();
 }

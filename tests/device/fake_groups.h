@@ -16,7 +16,7 @@
 
 namespace smp::testing {
 
-/// What a rank has sent.
+/// The messages that a rank has sent.
 struct Traffic {
   int64_t messages = 0;
   int64_t bytes = 0;
@@ -31,7 +31,7 @@ class FakeNetwork {
   /// For a communicator's rank `rank`.
   comm::MakeDeviceGroup groups(int rank);
 
-  /// What the rank has sent since the last call.
+  /// The messages of the rank since the last call.
   Traffic take_sent(int rank);
 
   /// The groups that the rank has made, in order.

@@ -181,7 +181,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   return copy_from(from, to, false);
 }
 
-/// A kernel of its own: that of the CPU would be run by `run_now`, which resizes what it returns.
+/// A kernel of its own: that of the CPU would be run by `run_now`, which resizes its result.
 const at::Tensor& resize_fake(const at::Tensor& tensor, at::IntArrayRef size,
                               std::optional<at::MemoryFormat> format) {
   const c10::DeviceGuard guard(tensor.device());
@@ -246,7 +246,8 @@ class Call {
     return std::all_of(results.begin(), results.end(), is_tensor);
   }
 
-  /// What draws numbers has to do so in the program's order, and who reads a value waits for it.
+  /// Operators that draw numbers have to do so in the program's order, and ones that read a value
+  /// wait for it.
   bool may_be_late() const {
     return device_ && !is_waited_for() && !op_.hasTag(at::Tag::nondeterministic_seeded) &&
            gives_tensors() && op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta);
@@ -310,7 +311,7 @@ class Call {
     return true;
   }
 
-  /// Gives what is written the sizes that it has on `shapes`.
+  /// Gives written tensors the sizes that they have on `shapes`.
   void resize_as(const Stack& shapes) {
     for (size_t i = 0; i < count_; ++i) {
       if (!argument(i).isTensor() || !is_fake(argument(i).toTensor())) continue;
@@ -351,7 +352,7 @@ class Call {
     });
   }
 
-  /// The arguments as the kernel is to read them: what lies on the CPU as it is now.
+  /// The arguments as the kernel is to read them: those on the CPU as they are now.
   Stack captured() const {
     Stack arguments;
     for (size_t i = 0; i < count_; ++i) {
@@ -399,7 +400,7 @@ class Call {
 
   StreamKey stream() const { return current_fake_stream(device_->index()); }
 
-  /// After what its stream was given. The host does not know of it, unless it waits in the
+  /// After the earlier tasks of its stream. The host does not know of it, unless it waits in the
   /// operator.
   void run_now() {
     FakeMachine& machine = FakeMachine::get();
@@ -411,7 +412,8 @@ class Call {
     at::native::cpu_fallback(op_, &stack_);
   }
 
-  /// What draws on the device draws from the device's generator, unless it is given another one.
+  /// Operators that draw on the device draw from the device's generator, unless it is given another
+  /// one.
   void give_generator() {
     for (size_t i = 0; device_ && i < count_; ++i) {
       c10::IValue& value = torch::jit::peek(stack_, i, count_);
@@ -443,7 +445,8 @@ class Call {
 
 void run(const c10::OperatorHandle& op, Stack* stack) { Call(op, *stack).run(); }
 
-/// A graph of the device. What draws runs when it is launched, behind what its stream was given.
+/// A graph of the device. Random operators run when it is launched, behind the earlier work of its
+/// stream.
 class FakeGraph final : public graph::DeviceGraph {
  public:
   explicit FakeGraph(std::shared_ptr<FakePool> pool) : pool_(std::move(pool)) {}
@@ -479,7 +482,7 @@ class FakeGraph final : public graph::DeviceGraph {
 
   void launch(const std::vector<Seed>& seeds) override {
     const StreamKey stream = current_fake_stream(stream_.first);
-    std::map<int, at::Tensor> states;  // of generators
+    std::map<int, at::Tensor> states;  // states of generators
     for (const Seed& seed : seeds) {
       states[static_cast<int>(seed.generator)] =
           at::detail::createCPUGenerator(seed.seed).get_state();
@@ -558,11 +561,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   // One kernel for a list. By default libtorch has a device do it tensor by tensor.
-  for (const char* op : {"_foreach_add.List", "_foreach_add_.List", "_foreach_add_.Scalar",
-                         "_foreach_addcdiv_.Scalar", "_foreach_addcmul.Scalar",
-                         "_foreach_addcmul_.Scalar", "_foreach_copy_", "_foreach_div.Scalar",
-                         "_foreach_div_.Scalar", "_foreach_maximum_.List", "_foreach_mul_.Scalar",
-                         "_foreach_sqrt", "_foreach_sqrt_", "_fused_adam_", "_fused_adamw_"}) {
+  for (const char* op :
+       {"_foreach_add.List", "_foreach_add_.List", "_foreach_add_.Scalar",
+        "_foreach_addcdiv_.Scalar", "_foreach_addcmul.Scalar", "_foreach_addcmul_.Scalar",
+        "_foreach_copy_", "_foreach_div.Scalar", "_foreach_div_.Scalar", "_foreach_maximum_.List",
+        "_foreach_mul_.Scalar", "_foreach_sqrt", "_foreach_sqrt_"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run>());
   }
 }

@@ -137,7 +137,7 @@ void FakeMachine::block(const FakeEvent& event, StreamKey stream) {
                   run_until(recorded, position);
                 }});
   Clock before;
-  std::swap(before, queues_[stream].clock);  // without what has finished since
+  std::swap(before, queues_[stream].clock);  // without later progress
   merge(before, queues_[stream].clock);
   merge(event.clock, queues_[stream].clock);
 }
@@ -170,7 +170,7 @@ void FakeMachine::synchronize(const FakeEvent& event) {
 }
 
 void* FakeMachine::reserve(size_t bytes, c10::DeviceIndex index) {
-  if (!has_room(index, bytes)) run_index(index);  // what is freed then counts no more
+  if (!has_room(index, bytes)) run_index(index);  // freed memory counts no more then
   TORCH_CHECK_WITH(OutOfMemoryError, has_room(index, bytes),
                    "fake out of memory. Tried to allocate ", bytes, " bytes. Device ",
                    static_cast<int>(index), " has ", limit.value_or(0), ", of which ", used[index],
@@ -185,7 +185,7 @@ void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
   const auto capture = captures_.find(stream);
   if (capture != captures_.end()) return allocate_captured(bytes, stream, capture->second);
   auto* memory = static_cast<char*>(reserve(bytes, stream.first));
-  // The stream may not be done with what it had there before.
+  // The stream may not be done with its earlier memory there.
   const PastAccess before = {
       {memory, memory + bytes, true}, stream, queues_[stream].given, "what it had there before"};
   blocks_[memory] = {bytes, stream, {}, {before}};
@@ -241,7 +241,7 @@ void FakeMachine::free(void* memory) noexcept {
   Block block = std::move(found->second);
   blocks_.erase(found);
   check_free(block);
-  const bool at_once = block.users.empty();  // what follows on the stream may have it
+  const bool at_once = block.users.empty();  // the stream's next tasks may have it
   const c10::DeviceIndex index = block.owner.first;
   if (at_once) used[index] -= block.bytes;
   const auto release = [this, at_once, index, bytes = block.bytes,

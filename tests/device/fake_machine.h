@@ -19,7 +19,7 @@
 
 #include "tests/device/fake_device.h"
 
-/// What the fake device (fake_device.h) is made of: streams, events and memory.
+/// The parts of the fake device (fake_device.h): streams, events and memory.
 namespace smp::testing {
 
 inline constexpr auto kFakeType = c10::DeviceType::PrivateUse1;
@@ -49,10 +49,10 @@ struct Task {
   std::vector<Access> accesses;
   std::function<void()> run;
   int generator =
-      -1;  ///< of its graph, from which it draws: it then runs at once; -1: draws nothing
+      -1;  ///< generator of its graph, from which it draws: it then runs at once; -1: draws nothing
 };
 
-/// Memory of graphs: given back when the last of them is gone, and until then to what is captured.
+/// Memory of graphs: given back when the last of them is gone, and until then to the next captures.
 struct FakePool {
   ~FakePool();
   std::set<char*> free;  ///< blocks
@@ -61,7 +61,7 @@ struct FakePool {
   bool is_over = false;  ///< for ever, when the last of these is gone
 };
 
-/// What a stream was given while it was captured.
+/// The tasks of a stream while it was captured.
 struct FakeCapture {
   std::shared_ptr<FakePool> pool;
   std::vector<Task> tasks;
@@ -72,7 +72,7 @@ struct FakeEvent {
   int number = 0;
   StreamKey stream;
   uint64_t position = 0;
-  Clock clock;  ///< what is done when the event is
+  Clock clock;  ///< the work that is done when the event is
   bool is_timed = false;
 };
 
@@ -86,9 +86,9 @@ class FakeMachine {
 
   /// Puts a task at the stream's end, and looks whether it may use its memory there.
   void give(StreamKey stream, Task task);
-  /// Does what the stream was given. The host knows no more than before.
+  /// Does the tasks of the stream. The host knows no more than before.
   void run_all(StreamKey stream);
-  /// What the host waits for is done, and it knows that.
+  /// Waits until the work is done, which the host knows then.
   void synchronize(StreamKey stream);
 
   StreamKey new_stream(c10::DeviceIndex index);
@@ -101,13 +101,12 @@ class FakeMachine {
   bool query(StreamKey stream);
   void synchronize(const FakeEvent& event);
 
-  /// From now on the stream does nothing that it is given, but notes it; what has to be waited for
-  /// is an error.
+  /// From now on the stream does none of its tasks, but notes them; a wait for one is an error.
   void begin_capture(StreamKey stream, std::shared_ptr<FakePool> pool);
   std::vector<Task> end_capture(StreamKey stream);
   bool is_captured(StreamKey stream) const { return captures_.count(stream) > 0; }
 
-  /// An index that has failed works again, without what it has not done.
+  /// An index that has failed works again, without the tasks that it has not done.
   void mend(c10::DeviceIndex index);
 
   /// Throws `c10::OutOfMemoryError` beyond the limit.
@@ -131,12 +130,12 @@ class FakeMachine {
 
   std::vector<std::string> log;
   int events = 0;
-  int launches = 0;  // of graphs
+  int launches = 0;  // launches of graphs
   int kernels = 0;   // and copies, that streams were given
   std::optional<std::array<std::vector<HostUse>, kFakeDevices>> host_uses;
   std::optional<std::vector<std::string>> broken_rules;              // else one ends the program
   std::array<std::optional<int64_t>, kFakeDevices> kernels_left;     // until it fails
-  std::optional<size_t> limit;                                       // of each index
+  std::optional<size_t> limit;                                       // limit of each index
   std::array<size_t, kFakeDevices> used = {}, peak = {}, held = {};  // bytes
 
  private:
@@ -145,9 +144,9 @@ class FakeMachine {
     std::deque<std::function<void()>> tasks;
     uint64_t given = 0;
     uint64_t done = 0;
-    Clock clock;  // what is done before the next task begins, but for what the host knows
+    Clock clock;  // work that is done before the next task begins, but for the host's knowledge
   };
-  /// What a task did to a block.
+  /// The access of a task to a block.
   struct PastAccess {
     Access access;
     StreamKey stream;
@@ -159,7 +158,7 @@ class FakeMachine {
     StreamKey owner;
     std::set<StreamKey> users;  // recorded
     std::vector<PastAccess> past;
-    std::shared_ptr<FakePool> pool = nullptr;  // of graphs, while it is used; else nobody's
+    std::shared_ptr<FakePool> pool = nullptr;  // pool of graphs, while it is used; else none
   };
 
   struct Pinned {
@@ -169,7 +168,7 @@ class FakeMachine {
   using PinnedBlocks = std::map<const char*, Pinned>;
 
   PinnedBlocks::const_iterator find_pinned(const void* memory) const;
-  /// Gives memory back, overwritten, when these streams have done what they were given until now.
+  /// Gives memory back, overwritten, when these streams have done their tasks until now.
   std::function<void()> overwrite_after(const std::set<StreamKey>& users, void* memory,
                                         size_t bytes);
   void run_until(StreamKey stream, uint64_t position);
@@ -195,7 +194,7 @@ class FakeMachine {
   std::map<const char*, Block> blocks_;
   PinnedBlocks pinned_;
   size_t pinned_bytes_ = 0;  // also those that are freed and kept
-  Clock finished_;           // what the host knows: it has waited
+  Clock finished_;           // finished work that the host knows of: it has waited
   c10::StreamId streams_ = 0;
 };
 

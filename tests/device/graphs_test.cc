@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training steps whose computations are launched as graphs of the fake device: how often, when not,
-// and that nobody keeps the graphs' memory. parity_test has their bits in all layouts.
+// and that the graphs' memory is not kept. parity_test has their bits in all layouts.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -24,7 +24,7 @@ namespace {
 constexpr int kMicrobatches = 2;
 constexpr int kSteps = 4;
 
-/// A net and what its step function computes with a microbatch.
+/// A net and its step function's work on a microbatch.
 struct Training {
   std::function<torch::Tensor(TextNet&, torch::Tensor, torch::Tensor)> loss =
       [](TextNet& net, torch::Tensor x, torch::Tensor y) { return net->loss(x, y); };
@@ -38,9 +38,9 @@ struct Training {
 };
 
 struct Result {
-  std::vector<torch::Tensor> losses;  // by step
+  std::vector<torch::Tensor> losses;  // losses by step
   Named weights;
-  std::vector<int> launches;  // of graphs, by step
+  std::vector<int> launches;  // launches of graphs, by step
 };
 
 TextNet make_net() {
@@ -162,7 +162,7 @@ TEST_F(Graphs, AreThoseOfTheScheduleThatAutoChooses) {
   EXPECT_GE(launches_of(training, 2).back(), 2 * kMicrobatches * 2);
 }
 
-/// What each rank says that it has captured.
+/// Sums the captures that the ranks report.
 int captured_in(const std::string& log) {
   const std::string before = "\"cuda_graphs\": ", after = " computations of";
   int count = 0;
@@ -183,7 +183,7 @@ TEST_F(Graphs, AreNotLaunchedWhereAStageComputesNothing) {
   EXPECT_LT(launches, captured_in(log_)) << log_;
 }
 
-/// What a launch reads must not go before.
+/// Memory that a launch reads must not go before.
 TEST_F(Graphs, AreKeptUntilTheDeviceIsDoneWithThem) {
   const auto batches = make_batches();
   TextNet net = make_net();
@@ -333,7 +333,7 @@ TEST_F(Graphs, LendNobodyTheirMemory) {
     EXPECT_EQ(take_fake_launches(), 4);
     for (size_t i = 0; i < kept.size(); ++i) expect_equal({kept[i].cpu()}, {copies[i]}, "kept");
     const auto sum = net->blocks[0]->layer->weight.grad().cpu();
-    train_step(batches[2][0], batches[2][1]);  // adds to what is there
+    train_step(batches[2][0], batches[2][1]);  // adds to the old one
     EXPECT_FALSE(torch::equal(net->blocks[0]->layer->weight.grad().cpu(), sum));
   });
 }

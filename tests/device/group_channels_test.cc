@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What of the channels over NCCL needs no GPU, over a group that moves memory of the fake device.
+// The part of the channels over NCCL that needs no GPU, over a group that moves memory of the fake
+// device.
 
 #include "comm/nccl/group_channels.h"
 
@@ -61,7 +62,7 @@ class SentWork final : public c10d::Work {
 };
 
 /// Both ends of a group of two, in one thread, with the streams and events of libtorch's NCCL
-/// group: a transfer waits for what the current stream was given, on a stream of the group's own.
+/// group: a transfer waits for the current stream's work, on a stream of the group's own.
 class FakeGroup final : public c10d::Backend {
  public:
   explicit FakeGroup(at::Device device)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The communicator over NCCL, without NCCL: over groups of rank threads that count what they send.
+// The communicator over NCCL, without NCCL: over groups of rank threads that count their messages.
 
 #include "comm/nccl/group_communicator.h"
 
@@ -193,7 +193,7 @@ TEST(GroupCommunicator, ExactReductionsFillSlicesUp) {
   ranks.run([&](Communicator& host, Communicator& group) {
     const at::Tensor values = values_of(host.rank(), 10, at::kFloat).to(device_of(host.rank()));
     group.all_reduce(values);
-    EXPECT_EQ(ranks.network.take_sent(host.rank()).bytes, 2 * 3 * 3 * 4);  // of three elements
+    EXPECT_EQ(ranks.network.take_sent(host.rank()).bytes, 2 * 3 * 3 * 4);  // three elements
   });
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host has to do with the devices in a training step of the GPT: each copy and each wait,
-// with its reason. docs/cuda.md has the same lists.
+// The uses of the devices by the host in a training step of the GPT: each copy and each wait, with
+// its reason.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -20,9 +20,9 @@
 namespace smp::testing {
 namespace {
 
-constexpr int64_t kSequence = 8, kBatch = 4;  // of a replica
+constexpr int64_t kSequence = 8, kBatch = 4;  // sizes of a replica
 constexpr int kMicrobatches = 2;
-constexpr int kSteps = 3;  // of which the first captures
+constexpr int kSteps = 3;  // steps, of which the first captures
 
 /// One line of the list.
 struct Use {
@@ -36,8 +36,8 @@ struct Case {
   Config config;
   int ranks;
   bool clips;                              ///< its gradients
-  bool is_on_device;                       ///< what it gives to the step
-  std::vector<std::vector<Use>> expected;  // by rank
+  bool is_on_device;                       ///< whether the step's input is
+  std::vector<std::vector<Use>> expected;  // uses by rank
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& tested) { return out << tested.name; }
@@ -60,12 +60,12 @@ gpt::GPT make_net() {
   return gpt::GPT(gpt::GPTOptions().layers(2).width(16).heads(2).sequence(kSequence).dropout(0.1));
 }
 
-/// Trains as examples/gpt does: what it makes on the CPU is moved by the library. Returns what the
-/// host did in the last step.
+/// Trains as examples/gpt does: the library moves tensors made on the CPU. Returns the host's uses
+/// in the last step.
 std::vector<HostUse> train(const Case& tested, HostUses& uses) {
   set_device(rank());
   gpt::GPT net = make_net();
-  // So that it does not depend on times what crosses.
+  // Pinned so that transfers do not depend on times.
   if (pp_size() > 1) {
     set_partition(*net->named_modules()["blocks.0"], 0);
     set_partition(*net->named_modules()["blocks.1"], 1);
@@ -177,7 +177,7 @@ Config config(int stages, int replicas) {
       .timeout_seconds(60);
 }
 
-/// What all programs have.
+/// The uses of all programs.
 const Use kInputs = {"copies Long [4, 8] to the device, waits", 2,
                      "the bytes and the next ones, from memory that is not pinned"};
 const Use kInput = {"copies Long [4, 8] to the device, waits", 1,

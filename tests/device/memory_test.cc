@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks say of the memory of their devices.
+// The report of ranks about the memory of their devices.
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ at::Tensor mebibytes(int64_t count, int index) {
   return at::empty({count * kMiB}, at::TensorOptions(at::kByte).device(fake_device(index)));
 }
 
-/// Other tests have left nothing there but what the cache holds.
+/// Other tests have left nothing there but the cache's content.
 void empty_cache() { c10::getDeviceAllocator(fake_device().type())->emptyCache(); }
 
 TEST(DeviceMemory, IsThatOfTensorsAndOfTheCache) {

@@ -33,7 +33,7 @@ enum class Network { kGpt, kGptWithDropout, kImages };
 
 enum class Precision {
   kFloat,
-  kAutocast,  ///< parameters of float32, computes in bfloat16 what libtorch's autocast says
+  kAutocast,  ///< parameters of float32, computes in bfloat16 as libtorch's autocast says
   kFp16,      ///< parameters of float16, masters of float32, a dynamic loss scale
 };
 
@@ -81,7 +81,7 @@ std::string test_name(const ::testing::TestParamInfo<Case>& info) {
 }
 
 constexpr int kSteps = 3;
-constexpr int64_t kRows = 2;  // of a microbatch
+constexpr int64_t kRows = 2;  // rows of a microbatch
 
 /// Convolutions with batch norm, on the whole side and on half of it. The ways back are those that
 /// have deterministic kernels on CUDA.
@@ -193,7 +193,7 @@ torch::Tensor loss_of(Model& model, const Net& net, const Batch& batch, Precisio
 }
 
 struct Trained {
-  std::vector<Tensors> losses;  // by step, by microbatch
+  std::vector<Tensors> losses;  // losses by step, by microbatch
   Named weights;
 };
 

@@ -10,8 +10,8 @@ namespace smp::testing {
 
 /// How large the models are, and which of them the device can compute.
 struct ModelSizes {
-  int64_t layers, width, heads, length;  ///< of the GPT; a multiple of `heads` wide
-  int64_t channels, side;                ///< of the images; an even side
+  int64_t layers, width, heads, length;  ///< sizes of the GPT; a multiple of `heads` wide
+  int64_t channels, side;                ///< sizes of the images; an even side
   bool casts;                            ///< the device has autocast
   bool convolves;                        ///< the device has convolutions
 };

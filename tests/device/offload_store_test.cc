@@ -64,7 +64,7 @@ TEST(DeviceOffloadStore, ReturnsWithoutWaitingForWhatLeaves) {
 TEST(DeviceOffloadStore, TakesAwayWhatTheDeviceHasYetToMake) {
   const at::Tensor made = at::zeros({4}, fake_device());
   const at::Tensor host = at::arange(4.0);
-  made.copy_(host, /*non_blocking=*/true);  // done when somebody waits
+  made.copy_(host, /*non_blocking=*/true);  // done when a thread waits
   graph::OffloadStore store;
   const auto stored = store.put(made);
   store.wait();

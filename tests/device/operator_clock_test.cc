@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What operators cost on a device, by its own clock: each task of a stream of the fake device takes
-// a millisecond of that, whatever the host takes to give it.
+// The costs of operators on a device, by its own clock: each task of a stream of the fake device
+// takes a millisecond of that, whatever the host takes to give it.
 
 #include "graph/operator_clock.h"
 

@@ -16,10 +16,10 @@
 namespace smp::testing {
 namespace {
 
-/// What else a run does.
+/// The variations of a run.
 enum class Extra {
   kNone,
-  kOffload,    ///< runs its blocks again in the backward pass and offloads what they keep for it
+  kOffload,    ///< runs its blocks again in the backward pass and offloads their inputs
   kResume,     ///< is saved after a step and goes on as another one
   kOwnStream,  ///< computes on a stream that is not the default
   kPlaced,     ///< is built on the CPU, and moved by the first step, as its inputs are by each
@@ -31,7 +31,7 @@ enum class Extra {
 struct Layout {
   int stages;
   int replicas;
-  int microbatches;  // of one replica
+  int microbatches;  // microbatches of one replica
   std::string pipeline;
   Extra extra = Extra::kNone;
 };
@@ -49,7 +49,7 @@ constexpr int kSavedAfter = 1;
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
 struct Trained {
-  std::vector<Tensors> losses;  // by step, by global microbatch
+  std::vector<Tensors> losses;  // losses by step, by global microbatch
   Named weights;
 };
 

@@ -25,12 +25,12 @@ namespace {
 constexpr int kUnits = 4, kMicrobatches = 4, kSteps = 3;
 constexpr int64_t kWide = 128;
 constexpr size_t kUnitBytes = kWide * kWide * sizeof(float);
-/// Of each index of the device.
+/// Bytes of each index of the device.
 constexpr size_t kDeviceBytes = kUnitBytes * 3 / 2;
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
 /// A large weight, which is frozen, since a gradient takes as much memory again, and a small one.
-/// Of operators that the device runs as the CPU does.
+/// Its operators give the same on the device and the CPU.
 struct UnitImpl : torch::nn::Module {
   UnitImpl() {
     scale = register_parameter("scale", torch::ones({kWide}));
@@ -94,7 +94,7 @@ Tensors make_trained(const torch::nn::Module& net) {
 }
 
 struct Trained {
-  std::vector<Tensors> losses{kSteps};  // by microbatch
+  std::vector<Tensors> losses{kSteps};  // losses by microbatch
   Named weights;
 };
 
@@ -232,8 +232,8 @@ TEST_F(Placement, RanksMayShareADevice) {
   expect_as_plain(run);
 }
 
-/// More that decides what a device holds, on devices that hold no more than that: the same as on
-/// the CPU, across a checkpoint.
+/// More settings that decide the memory of a device, on devices that hold no more than that: the
+/// same as on the CPU, across a checkpoint.
 struct Limited {
   std::string name;
   Where where;
@@ -281,7 +281,7 @@ INSTANTIATE_TEST_SUITE_P(
                 10}),
     [](const auto& info) { return info.param.name; });
 
-/// With the optimizer's whole state a device would have to hold more.
+/// A device would have to hold more if it had the optimizer's whole state.
 TEST_F(Placement, WithoutShardingTheSameDevicesDoNotDo) {
   const FakeMemoryLimit limit(static_cast<size_t>(7.2 * kUnitBytes));
   Trained run;
@@ -290,7 +290,7 @@ TEST_F(Placement, WithoutShardingTheSameDevicesDoNotDo) {
   expect_has(text, {"fake out of memory. Tried to allocate"});
 }
 
-/// Whoever runs out of memory says where, and ends the others.
+/// A rank that runs out of memory says where, and ends the others.
 TEST_F(Placement, RunningOutInAStepIsAnErrorOfAllRanks) {
   std::mutex mutex;
   std::vector<std::string> texts;
@@ -315,7 +315,7 @@ TEST_F(Placement, RunningOutInAStepIsAnErrorOfAllRanks) {
              {"fake out of memory. Tried to allocate 131072 bytes", "operator "});
 }
 
-/// Not even what a rank owns is in host memory at once, nor are the batches of steps more.
+/// Not even all of a rank's tensors are in host memory at once, nor are the batches of steps more.
 TEST_F(Placement, OneParameterAtATimeIsMadeInHostMemory) {
   run_as_threads(2, stages(2), [] {
     set_device(rank());
@@ -412,8 +412,8 @@ TEST_F(Placement, TakesAPlanFromAFile) {
   EXPECT_EQ(local[0], local[1]);
 }
 
-/// Of each rank, the parameters of a Tall model, whose first ranks keep most activations. Predicted
-/// is an optimizer that takes much more than it does.
+/// Parameters of a Tall model on each rank; its first ranks keep most activations. Predicted is an
+/// optimizer that takes much more than it does.
 std::vector<std::vector<std::string>> divided(int devices, const Config& config) {
   constexpr int kRanks = 2;
   std::mutex mutex;
@@ -468,8 +468,8 @@ TEST_F(Placement, RefusesAModelThatCannotFitWithTheNumbers) {
                     "Tried to allocate 65536 bytes", "Use more partitions"});
 }
 
-/// What else has to do with parameters: the same program with its model moved before it is wrapped,
-/// and by the library.
+/// The further uses of parameters: the same program with its model moved before it is wrapped, and
+/// by the library.
 struct Case {
   std::string name;
   int ranks;
@@ -479,7 +479,7 @@ struct Case {
 std::ostream& operator<<(std::ostream& out, const Case& tested) { return out << tested.name; }
 
 struct Result {
-  std::map<int, Tensors> losses;  // by rank
+  std::map<int, Tensors> losses;  // losses by rank
   std::vector<double> norms;
   Named weights;
 };

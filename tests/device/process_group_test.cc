@@ -111,7 +111,7 @@ TEST(DeviceProcessGroup, SendsAndReceives) {
   });
 }
 
-/// What the stream at hand was given before is read, and comes before what is written.
+/// Work given to the current stream before is read, and comes before writes.
 TEST(DeviceProcessGroup, KeepsTheOrderOfTheCallersStream) {
   on_every_rank([](const Group& group, at::Device device) {
     const c10::impl::VirtualGuardImpl guard(device.type());

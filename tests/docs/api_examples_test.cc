@@ -376,7 +376,7 @@ TEST_F(ApiExamples, GroupsAndHooks) {
 TEST_F(ApiExamples, ObjectsBetweenRanks) {
   smp::run_as_threads(4, smp::Config().partitions(2).ddp(true), [] {
     const std::map<std::string, double> scores{{"loss", 0.5 * smp::dp_rank()}};
-    const auto all = smp::allgather(scores, smp::CommGroup::kDp);  // of each replica, in order
+    const auto all = smp::allgather(scores, smp::CommGroup::kDp);  // each replica's, in order
     EXPECT_EQ(all.at(1).at("loss"), 0.5);
     if (smp::rank() == 0) {
       smp::send(std::string("done"), 1, smp::CommGroup::kWorld);

@@ -185,24 +185,29 @@ TEST(DataParallelPage, LossesOverTokens) {
   mean.backward();
   smp::run_as_threads(2, smp::Config().ddp(true).microbatches(2), [&] {
     Net net = net_in_double();
-    smp::DistributedModel<Net> model(net,
-                                     smp::ModelOptions().average_grads_across_microbatches(false));
-    auto train = smp::step(
-        [&](torch::Tensor x, torch::Tensor y, torch::Tensor tokens) {
-          const auto sum = F::nll_loss(model(x), y, F::NLLLossFuncOptions().reduction(torch::kSum));
-          model->backward(sum * smp::dp_size() / tokens);
-          return sum;
-        },
-        smp::StepOptions().non_split_inputs({2}));  // every microbatch gets the whole number
+    smp::DistributedModel<Net> model(net);
+    auto train = smp::step([&](torch::Tensor x, torch::Tensor y, torch::Tensor tokens) {
+      auto sum = F::nll_loss(model(x), y, F::NLLLossFuncOptions().reduction(torch::kSum));
+      auto loss = smp::mean_over_tokens(sum, tokens);
+      model->backward(loss);
+      return loss;
+    });
     smp::DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
     const auto x = smp::shard(whole), y = smp::shard(targets);
-    // Targets of -100 do not count (`ignore_index`). Of all replicas' batches:
-    const auto tokens = smp::all_reduce(y.ne(-100).sum(), smp::CommGroup::kDp);
+    const auto tokens = smp::count_tokens(y.ne(-100));  // tokens of all replicas' batches
     optimizer.zero_grad();
-    const auto sums = train(x, y, tokens);
+    const auto losses = train(x, y, smp::whole(tokens));  // every microbatch gets the number
     optimizer.step();
-    const auto loss = smp::all_reduce(sums.reduce_sum(), smp::CommGroup::kDp) / tokens;
+    const auto loss = losses.reduce_mean(smp::CommGroup::kDp);  // the mean over all tokens
     EXPECT_TRUE(torch::allclose(loss, mean, 1e-12));
+    expect_gradients(net, plain);
+  });
+  smp::run_as_threads(2, smp::Config().ddp(true), [&] {
+    Net net = net_in_double();
+    smp::DistributedDataParallel<Net> model(net);
+    const auto x = smp::shard(whole), y = smp::shard(targets);
+    const auto sum = F::nll_loss(model(x), y, F::NLLLossFuncOptions().reduction(torch::kSum));
+    smp::mean_over_tokens(sum, smp::count_tokens(y.ne(-100))).backward();
     expect_gradients(net, plain);
   });
 }

@@ -20,6 +20,12 @@ HEADING = re.compile(r"^#+ +(.*?)\s*$", re.MULTILINE)
 CODE = re.compile(r"`[^`\n]*`")
 NAV_ENTRY = re.compile(r"^ +- (?:[^:\n]+: )?([\w/]+\.md)$", re.MULTILINE)
 COMMANDS = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Words that users search for.
+TASKS = ["bf16", "clip", "contrastive", "dataloader", "docker", "does it help on one machine",
+         "early stopping", "ema", "evaluation", "fine-tuning", "frozen", "gans",
+         "gradient accumulation", "learning rate", "mixed precision", "out of memory", "plot",
+         "preemption", "restart", "resume", "several models", "slurm", "tensor parallelism", "tokens",
+         "validation", "warm-up", "weight tying", "wheel"]
 WRITTEN_BY_HOOKS = {"index.md"}  # tools/docs_hooks.py makes it of README.md
 ROOT = "."
 
@@ -38,7 +44,7 @@ def pages(root):
 
 
 def anchors(text):
-    """What the headings of a page can be linked by, on the site as on code hosts."""
+    """The anchors of a page's headings, on the site as on code hosts."""
     found, seen = set(), {}
     for heading in HEADING.findall(FENCE.sub("", text)):
         heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
@@ -85,8 +91,15 @@ def headers_without_page(root):
     known = set(re.findall(r'"([\w/]+\.h)"', read(root, "tools/api_reference.py")))
     there = {os.path.relpath(os.path.join(folder, name), os.path.join(root, "smp"))
              for folder, _, names in os.walk(os.path.join(root, "smp"))
-             for name in names if name.endswith(".h") and not folder.endswith("detail")}
+             for name in names if name.endswith(".h") and not folder.endswith(("detail", "smp/c"))}
     return sorted(there - known - {"nn/transformer_parts.h"})
+
+
+def tasks_without_heading(root):
+    """Tasks that no heading of the pages names, by which the site's search finds them first."""
+    headings = [heading.lower() for page in pages(root)
+                for heading in HEADING.findall(FENCE.sub("", read(root, page)))]
+    return [task for task in TASKS if not any(task in heading for heading in headings)]
 
 
 def commands_not_run(root):
@@ -114,6 +127,9 @@ class LinksTest(unittest.TestCase):
     def test_the_site_has_all_pages(self):
         self.assertEqual(navigation_problems(ROOT), [])
 
+    def test_headings_name_tasks(self):
+        self.assertEqual(tasks_without_heading(ROOT), [])
+
     def test_the_reference_has_all_headers(self):
         self.assertEqual(headers_without_page(ROOT), [])
 
@@ -123,7 +139,7 @@ class LinksTest(unittest.TestCase):
 
 
 class PlantedTest(unittest.TestCase):
-    """What is broken is found."""
+    """Broken links are found."""
 
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
@@ -143,6 +159,10 @@ class PlantedTest(unittest.TestCase):
             "README.md links to docs/b.md, which is not there",
             "docs/a.md links to #one, where no heading has that name",
             "docs/a.md links to #three, where no heading has that name"])
+
+    def test_tasks(self):
+        self.plant("README.md", "".join("# %s\n" % task for task in TASKS[1:]) + TASKS[0])
+        self.assertEqual(tasks_without_heading(self.root), TASKS[:1])
 
     def test_code(self):
         self.plant("README.md", "`[&](int x)` [=](const Net& net) { [a](b.md) }\n")

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <string>
@@ -290,7 +291,9 @@ TEST(RecipesPage, GradientAccumulation) {
 
 TEST(RecipesPage, Gans) {
   using Generator = smp::DistributedModel<torch::nn::Linear>;
-  on_two_stages([](Net judge, Net plain_judge) {
+  const std::string folder = ::testing::TempDir() + "/smp_recipes_gan";
+  std::filesystem::remove_all(folder);
+  on_two_stages([&](Net judge, Net plain_judge) {
     torch::nn::Linear maker(4, 8), plain_maker(4, 8);
     const auto real = inputs(), noise = torch::linspace(-1, 1, 32).view({8, 4});
     Generator generator(maker, smp::ModelOptions().name("generator"));
@@ -308,6 +311,11 @@ TEST(RecipesPage, Gans) {
       generator->backward(loss);
       return loss;
     });
+    const auto gan =
+        smp::CheckpointParts().add(generator, generator_optimizer).add(critic, critic_optimizer);
+    const auto run =
+        smp::resume_from_checkpoint(folder, std::nullopt, gan, smp::LoadOptions().begin_anew(true));
+    EXPECT_FALSE(run.found);
     smp::step([&](torch::Tensor x) { return critic(generator(x)); })(noise);
     take_weights(*plain_maker, generator);
     take_weights(*plain_judge, critic);
@@ -329,6 +337,9 @@ TEST(RecipesPage, Gans) {
     of_maker.step();
     expect_close(generator, *plain_maker);
     expect_close(critic, *plain_judge);
+    const int64_t step = run.step + 2;
+    smp::save_checkpoint(folder, "step_" + std::to_string(step), gan);
+    EXPECT_EQ(smp::resume_from_checkpoint(folder, std::nullopt, gan).step, step);
   });
 }
 

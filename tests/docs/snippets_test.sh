@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # usage: snippets_test.sh PAGE SOURCE...
 # Every block of C++ in PAGE (between ```cpp and ```) must be found in one of the compiled SOURCEs,
-# line by line but for indentation, so that what the page shows is what was built and run.
+# line by line but for indentation, so that the page shows code that was built and run.
 set -u
 page=$1
 shift

@@ -86,7 +86,7 @@ TEST(CommHooks, CompressToHalfPrecision) {
   }
 }
 
-/// A hook sees every bucket with its parameters, in order, and decides what becomes the gradient.
+/// A hook sees every bucket with its parameters, in order, and decides the gradient.
 TEST(CommHooks, AreGivenTheBuckets) {
   torch::manual_seed(3);
   const Mlp module;
@@ -133,7 +133,7 @@ class PlainPowerSGD {
     for (auto& error : errors_) error.assign(rows * columns, 0);
   }
 
-  /// The gradients of all ranks in, what all get out.
+  /// The gradients of all ranks in, the result of all out.
   std::vector<double> reduce(std::vector<std::vector<double>> gradients) {
     std::vector<double> p(rows_ * rank_, 0), q(columns_ * rank_, 0);
     orthonormalize(q_, columns_);
@@ -243,7 +243,7 @@ TEST(PowerSGD, IsThatOfThePaper) {
   }
 }
 
-/// With error feedback what is lost comes later: the sum over iterations nears that of the mean.
+/// Error feedback returns lost parts later: the sum over iterations nears that of the mean.
 TEST(PowerSGD, ErrorFeedbackLosesNothing) {
   torch::manual_seed(3);
   const Mlp module;
@@ -272,9 +272,9 @@ TEST(PowerSGD, RefusesToStartBeforeBucketsAreRebuilt) {
   EXPECT_NE(text.find("start_iter of 2 or more, got 1 and 1"), std::string::npos) << text;
 }
 
-thread_local std::function<void()> at_gate;  // of this rank
+thread_local std::function<void()> at_gate;  // gate of this rank
 
-/// What it was given; its backward calls `at_gate`.
+/// Returns its argument; its backward calls `at_gate`.
 struct Gate : torch::autograd::Function<Gate> {
   static torch::Tensor forward(torch::autograd::AutogradContext* /*context*/, torch::Tensor x) {
     return x * 1;
@@ -291,7 +291,7 @@ struct GatedMlpImpl : MlpImpl {
 };
 TORCH_MODULE(GatedMlp);
 
-/// The backward waits in its midst for what it has started.
+/// The backward waits in its midst for the reduction that it has started.
 TEST(CommHooks, ABucketIsReducedWhileTheBackwardGoesOn) {
   std::vector<GatedMlp> modules(kReplicas);
   comm::run_ranks(kReplicas, [&](const comm::CommunicatorPtr& world) {

@@ -13,7 +13,7 @@ namespace {
 
 using namespace testing;
 
-/// What some rank threw first.
+/// The first error of some rank thread.
 std::string error_of_ranks(int ranks, const std::function<void(comm::CommunicatorPtr)>& body) {
   return error_of([&] { comm::run_ranks(ranks, body); });
 }
@@ -122,7 +122,7 @@ TEST(DistributedDataParallelErrors, Misuse) {
              "expected all parameters of a replica on one device, got meta and cpu");
 }
 
-/// One rank has a batch less; the other waits in vain and says for what. Without buffers that is
+/// One rank has a batch less; the other waits in vain and says for which. Without buffers that is
 /// rank 0; with them, rank 1 waits for those of rank 0.
 TEST(DistributedDataParallelErrors, ModulesOfADistributedModel) {
   const auto text = error_of([] {

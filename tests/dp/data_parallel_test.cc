@@ -81,8 +81,8 @@ TEST_P(Replicas, UnusedParametersCountAsZero) {
   expect_as_alone(make, run(), kBranchOfRank, DDPOptions(options).gradient_as_bucket_view(false));
 }
 
-/// Gradients add up over steps, so a parameter that nobody used keeps its own, and one that others
-/// used adds what it had.
+/// Gradients add up over steps, so a parameter that no rank used keeps its own, and one that other
+/// ranks used adds its old one.
 TEST_P(Replicas, UnusedParametersKeepTheirGradients) {
   Training keeps = run();
   keeps.keep_gradients = true;
@@ -99,7 +99,7 @@ TEST_P(Replicas, UnusedParametersKeepTheirGradients) {
     std::vector<Branches> modules;
     for (int rank = 0; rank < keeps.replicas; ++rank) modules.push_back(make());
     copy_all(alone->parameters(), modules[0]->parameters());
-    // Unused in all ranks: as it was. `train_alone` divides what nobody used, too, so compare the
+    // Unused in all ranks: as it was. `train_alone` divides unused ones, too, so compare the
     // gradients of step 0 and 1 by hand.
     std::vector<State> after(keeps.replicas);
     comm::run_ranks(keeps.replicas, [&](const comm::CommunicatorPtr& world) {
@@ -261,7 +261,7 @@ TEST(Reducer, RebuildsBucketsInTheOrderOfRankZero) {
       const auto batch = make_batch(run, world->rank(), step, 0);
       auto output = model(batch.x, order_of_rank[world->rank()]);
       if (step == 1) {
-        // What the first pass left moved with the buckets.
+        // The gradient of the first pass moved with the buckets.
         EXPECT_TRUE(torch::equal(kept, model->layers[1]->weight.grad()));
       }
       torch::mse_loss(output, batch.y).backward();

@@ -273,11 +273,11 @@ TEST(GradientBuckets, GradientsAreViewsOfBuckets) {
     EXPECT_TRUE(parameters[0].grad().is_alias_of(parameters[1].grad()));
     const at::Tensor kept = parameters[0].grad();
     parameters[0].mutable_grad().reset();
-    step(2, false);  // nobody uses the second
+    step(2, false);  // no rank uses the second
     EXPECT_TRUE(at::equal(kept, at::full({5, 3}, 1.)));
     EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({5, 3}, 2.)));
     EXPECT_TRUE(at::equal(parameters[1].grad(), at::full({7}, 1.)));
-    step(3, true);  // adds to what is there
+    step(3, true);  // adds to the old one
     EXPECT_TRUE(at::equal(parameters[0].grad(), at::full({5, 3}, 5.)));
     EXPECT_TRUE(at::equal(parameters[1].grad(), at::full({7}, 4.)));
   });

@@ -11,8 +11,8 @@ namespace {
 
 using namespace testing;
 
-/// Rank r has `batches[r]` batches. What one process computes: each step adds the gradients of the
-/// ranks that have data, in rank order, and divides once.
+/// Rank r has `batches[r]` batches. One process computes the same: each step adds the gradients of
+/// the ranks that have data, in rank order, and divides once.
 State train_uneven_alone(Mlp module, const std::vector<int>& batches, bool divide_by_all) {
   auto optimizer = make_optimizer(module);
   const auto replicas = static_cast<double>(batches.size());
@@ -115,7 +115,7 @@ TEST(JoinBuffers, FollowWhoHasData) {
   for (size_t i = 0; i < states[0].buffers.size(); ++i) {
     EXPECT_TRUE(torch::equal(states[0].buffers[i], states[1].buffers[i])) << i;
   }
-  // Of rank 0's one step and the two that rank 1 took alone.
+  // These are rank 0's one step and the two that rank 1 took alone.
   EXPECT_EQ(modules[0]->norm->num_batches_tracked.item<int64_t>(), 3);
 }
 

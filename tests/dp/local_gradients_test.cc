@@ -99,7 +99,7 @@ TEST_F(TakenGradients, BecomeGrad) {
   EXPECT_TRUE(at::equal(grad, at::full({4, 3}, 0.5)));
 }
 
-/// As of a product that is computed transposed.
+/// The gradient is like that of a product that is computed transposed.
 TEST_F(TakenGradients, MayHaveBeenMadeAsAView) {
   const at::NoGradGuard no_grad;
   at::Tensor gradient = at::ones({3, 4}).t().t().view({4, 3});
@@ -122,7 +122,7 @@ TEST_F(TakenGradients, LeaveWhatOthersHave) {
   }
 }
 
-/// As an addition gives both of its terms.
+/// The tensor is given twice, like an addition's to both of its terms.
 TEST_F(TakenGradients, OfOneTensorForTwoParametersOnlyOneIs) {
   const at::Tensor other = at::zeros({4, 3}).requires_grad_();
   alone([&](const comm::CommunicatorPtr& group) {
@@ -138,7 +138,7 @@ TEST_F(TakenGradients, OfOneTensorForTwoParametersOnlyOneIs) {
   });
 }
 
-/// Nobody else has it, but it does not lie as a sum does.
+/// No other object has it, but it does not lie as a sum does.
 TEST_F(TakenGradients, AreCopiedWhereTheyLieOtherwise) {
   float foreign[12] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
   const auto of_inference = [] {
@@ -184,7 +184,7 @@ TEST_F(TakenGradients, AreCopiedWhereTheyLieOtherwise) {
   }
 }
 
-/// By which kernels could choose another way.
+/// Kernels could choose another way by strides.
 TEST_F(TakenGradients, HaveTheParametersStridesWhereASizeIsOne) {
   const at::Tensor row = at::zeros({1, 6}).requires_grad_();
   alone([&](const comm::CommunicatorPtr& group) {

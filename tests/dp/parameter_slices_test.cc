@@ -15,7 +15,7 @@ namespace {
 const std::vector<std::string> kNames{"a",      "scalar",  "transposed", "gaps",  "half",
                                       "double", "complex", "large",      "unused"};
 
-/// Of all kinds: dense in another order, with gaps in memory, of other dtypes.
+/// The parameters of all kinds: dense in another order, with gaps in memory, of other dtypes.
 std::vector<at::Tensor> make_parameters() {
   std::vector<at::Tensor> result{at::zeros({5, 30}),
                                  at::zeros({}),
@@ -41,7 +41,7 @@ at::Tensor make_gradient(const at::Tensor& parameter, size_t index, int microbat
   return at::randn(parameter.sizes(), parameter.options().requires_grad(false));
 }
 
-/// Ranks as threads share the default generator: what they use is drawn before.
+/// Ranks as threads share the default generator: their data are drawn before.
 struct Data {
   Data(int replicas, int microbatches) : parameters(replicas) {
     for (auto& own : parameters) own = make_parameters();
@@ -52,8 +52,8 @@ struct Data {
       }
     }
   }
-  std::vector<std::vector<at::Tensor>> parameters;  // by replica
-  std::vector<std::vector<at::Tensor>> gradients;   // by parameter and global microbatch
+  std::vector<std::vector<at::Tensor>> parameters;  // parameters by replica
+  std::vector<std::vector<at::Tensor>> gradients;   // gradients by parameter and global microbatch
 };
 
 std::shared_ptr<ParameterSlices> make_slices(const std::vector<at::Tensor>& parameters,
@@ -85,7 +85,7 @@ TEST_P(ParameterSlicesTest, DivideEveryParameterEvenly) {
       EXPECT_EQ(next, slices->parameters()[i].numel()) << kNames[i];
       all += next;
     }
-    // Each bucket is divided evenly, but for what a gradient and the bucket are rounded up.
+    // Each bucket is divided evenly, but for the padding of a gradient and the bucket.
     const auto buckets = static_cast<int64_t>(slices->layout().size());
     const int64_t slack = 64 * (static_cast<int64_t>(kNames.size()) + replicas * buckets);
     for (int r = 0; r < replicas; ++r) EXPECT_NEAR(owned[r], all / replicas, slack);
@@ -95,7 +95,7 @@ TEST_P(ParameterSlicesTest, DivideEveryParameterEvenly) {
 /// The numbers of a piece, by brute force from the whole.
 at::Tensor brute_force(const at::Tensor& whole, const at::Tensor& parameter,
                        const ParameterSlices::Piece& piece) {
-  at::Tensor order = whole;  // of the parameter's memory
+  at::Tensor order = whole;  // order of the parameter's memory
   if (parameter.is_non_overlapping_and_dense() && !parameter.is_contiguous()) order = whole.t();
   return order.contiguous().view({-1}).slice(0, piece.begin, piece.end);
 }
@@ -255,7 +255,7 @@ TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
     slices->add_gradient(0, gradient);
     EXPECT_TRUE(at::equal(piece.tensor.grad(), at::ones({150})));
 
-    // What would change numbers that are not there.
+    // Changes of numbers that are not there are errors.
     const auto scaled = testing::error_of<Error>([&] { parameters[0].grad().mul_(0.5); });
     EXPECT_NE(scaled.find("needs .grad of parameter \"a\", which is in pieces on the replicas"),
               std::string::npos);

@@ -44,7 +44,7 @@ TEST(ReplicaFailure, ExceptionOfOneRank) {
   expect_failure("exception", {"smprun: first cause: rank 1: no data file"});
 }
 
-/// Whoever waits says for whom, in which operation and for which bucket.
+/// A rank that waits says for which rank, in which operation and for which bucket.
 TEST(ReplicaFailure, RankThatStalls) {
   expect_failure("stall", {"smprun: noticed by rank 0: [smp rank 0 dp 0/2] all_reduce of ",
                            "it waits for rank 1", "smprun: first cause: rank 1: sleeps",

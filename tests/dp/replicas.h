@@ -26,18 +26,18 @@ inline Group group_of(const comm::CommunicatorPtr& world) {
   return comm::make_public_group(world, ranks);
 }
 
-/// What one rank computes from in one pass.
+/// The data from which one rank computes in one pass.
 struct Batch {
   torch::Tensor x, y;
   int rank, step, pass;
 };
 
-/// What is trained, and how.
+/// The training: model, replicas and options.
 struct Training {
   int replicas = 2;
   int steps = 3;
   int passes = 1;               ///< backward passes of a step
-  bool set_to_none = true;      ///< as for zero_grad
+  bool set_to_none = true;      ///< see zero_grad
   bool keep_gradients = false;  ///< never calls zero_grad
   std::vector<int64_t> x_shape = {4, 6};
   std::vector<int64_t> y_shape = {4, 3};
@@ -67,7 +67,7 @@ State state_of(Module& module) {
   return state;
 }
 
-/// The mean of what the ranks have, as documented: added in rank order, half precision in float32
+/// The mean of the ranks' tensors, as documented: added in rank order, half precision in float32
 /// and divided once, and rounded then. A rank without a gradient adds zero.
 inline torch::Tensor mean(const std::vector<torch::Tensor>& parts, double divisor) {
   torch::Tensor like;

@@ -23,7 +23,7 @@ namespace {
 using Event = ParameterWindow::Event;
 using Events = std::vector<std::pair<Event, size_t>>;
 
-/// Of several shapes, one with the strides of a transpose, one smaller than what a rank takes.
+/// Tensors of several shapes, one with the strides of a transpose, one smaller than a rank's shard.
 std::vector<at::Tensor> make_parameters() {
   std::vector<at::Tensor> parameters;
   for (const auto& tensor :
@@ -140,7 +140,7 @@ TEST(ParameterWindow, GathersAheadAndFreesBehind) {
       window.acquire({p});
       window.release({p});
     }
-    EXPECT_EQ(window.peak_live(), 500);  // what is used and four ahead
+    EXPECT_EQ(window.peak_live(), 500);  // those in use and four ahead
   });
   const Events expected{{kGather, 0},  {kGather, 1},  {kGather, 2}, {kGather, 3},  {kGather, 4},
                         {kUse, 0},     {kRelease, 0}, {kGather, 5}, {kUse, 1},     {kRelease, 1},
@@ -165,7 +165,7 @@ TEST(ParameterWindow, PausesAtTheLimit) {
   EXPECT_EQ(events, expected);
 }
 
-/// What is needed is there whatever the limit; what was gathered ahead makes room.
+/// Needed parameters are there whatever the limit; those gathered ahead make room.
 TEST(ParameterWindow, NeedsGoBeforeTheLimit) {
   const auto events = events_of(200, [](ParameterWindow& window) {
     window.expect({0, 1, 2});
@@ -187,7 +187,7 @@ TEST(ParameterWindow, KeepsWhatIsUsedAgain) {
   const auto events = events_of(100000, [](ParameterWindow& window) {
     window.expect({0, 1, 0, 2});
     window.acquire({0});
-    window.acquire({0});  // of another user meanwhile
+    window.acquire({0});  // a use by another user meanwhile
     window.release({0});
     window.release({0});
     window.acquire({2});
@@ -214,7 +214,7 @@ at::Tensor gradient(size_t parameter, int global_microbatch) {
   return at::empty_strided(like.sizes(), like.strides(), at::kFloat).normal_();
 }
 
-constexpr int kMicrobatches = 12;  // of all replicas
+constexpr int kMicrobatches = 12;  // microbatches of all replicas
 
 /// Gradients summed as documented.
 at::Tensor expected_mean(size_t parameter, int shards) {

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # usage: examples_test.sh SMPRUN GPT MNIST CONFIG_2X2 CONFIG_1X1 MNIST_MANUAL CONFIG_MANUAL
 #   CONFIG_TENSOR_2X2
-# Runs the examples as a user would, small, under smprun and alone, and compares what they print.
+# Runs the examples as a user would, small, under smprun and alone, and compares their output.
 set -uo pipefail
 smprun=$PWD/$1 gpt=$PWD/$2 mnist=$PWD/$3 two_by_two=$PWD/$4 one_by_one=$PWD/$5
 mnist_manual=$PWD/$6 manual=$PWD/$7 tensor=$PWD/$8
@@ -43,6 +43,20 @@ train stopped four --checkpoint-dir stopped --resume
 same "stopped and resumed" four.losses stopped.losses
 train resumed_one one --checkpoint-dir copy --resume
 same "stopped, and resumed by one process" four.losses resumed_one.losses
+
+# Asked to stop, it saves its state; 100000 steps would not end here.
+sed '1s/{/{"preempt_seconds": 200,/' "$two_by_two" >preempt.json
+"$smprun" --np 4 --config preempt.json "$gpt" --width 16 --heads 2 --sequence 16 --steps 100000 \
+  --checkpoint-dir asked --losses asked.losses >asked.log 2>&1 &
+launcher=$!
+until [ -s asked.losses ] || ! kill -0 $launcher 2>/dev/null; do sleep 0.02; done
+kill -TERM $launcher
+wait $launcher
+status=$?
+[ "$status" -eq 75 ] || { cat asked.log; fail "asked to stop: status $status"; }
+steps=$(wc -l <asked.losses)
+grep -qx "smprun: preempted: checkpoint asked of step $steps" asked.log ||
+  { cat asked.log; fail "asked to stop: no checkpoint of step $steps"; }
 
 # Stages of two ranks that divide their layers: the same up to rounding, and from a checkpoint of one.
 close() {

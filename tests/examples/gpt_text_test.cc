@@ -112,7 +112,7 @@ TEST(TextBatches, ReachTheWholeText) {
   const auto x = data.batch(3, 0, 4000, 1).x;
   for (int64_t row = 0; row < 4000; ++row) seen.insert(x[row][0].item<int64_t>());
   EXPECT_EQ(seen.size(), 9u);
-  // With windows as long as the text there is one choice only.
+  // There is one choice only for windows as long as the text.
   EXPECT_EQ(row_text(data.batch(3, 0, 1, last + 1).y, 0), data.training_text().substr(1));
 }
 

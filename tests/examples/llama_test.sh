@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # usage: llama_test.sh SMPRUN LLAMA NAMES CONFIG_2X2 CONFIG_1X1 FINETUNE CONFIG_FINETUNE
 #   CONFIG_2X2X2
-# Trains the Llama of the examples on ranks and alone, and fine-tunes what it wrote.
+# Trains the Llama of the examples on ranks and alone, and fine-tunes its checkpoint.
 set -uo pipefail
 smprun=$PWD/$1 llama=$PWD/$2 names=$PWD/$3 two_by_two=$PWD/$4 one_by_one=$PWD/$5
 finetune=$PWD/$6 two_stages=$PWD/$7 with_replicas=$PWD/$8
@@ -17,10 +17,10 @@ fail() {
 # run NAME COMMAND...
 run() { "${@:2}" >"$1.log" 2>&1 || { cat "$1.log"; fail "$1 ended with an error"; }; }
 
-# loss NAME STEP: what it printed
+# loss NAME STEP: the printed one
 loss() { sed -n "s/^step $2: loss //p" "$1.log"; }
 
-# holds WHAT EXPRESSION: of Python
+# holds NAME EXPRESSION: one of Python
 holds() { python3 -c "import sys; sys.exit(not ($2))" || fail "$1: $2"; }
 
 short() { run "$1" "${@:2}" --names "$names" --steps 20 --batch 8; }
@@ -43,7 +43,7 @@ json.dump({**json.load(open(sys.argv[1])), "timeline": "timeline"}, open("record
 PYTHON
 run down "$smprun" --np 2 --config recorded.json "$finetune" --names "$names" --from up --to down
 holds "counts down" "$(loss down 100) < 0.7 * $(loss down 1)"
-# What the timeline recorded of each stage: the first has forwards only.
+# The timeline shows of each stage: the first has forwards only.
 python3 - timeline.json <<'PYTHON' || fail "the timeline of the frozen stage"
 import json, sys
 names = {e["name"][:2] for e in json.load(open(sys.argv[1]))["traceEvents"] if e["ph"] == "X"}
@@ -51,7 +51,7 @@ sys.exit(not ({"0F", "1F", "1B"} <= names and not {"0B", "0I", "0W"} & names))
 PYTHON
 short merged "$llama" --from down
 [ -s down/model.safetensors ] || fail "nothing was written"
-# The same first batch as before: what was learnt is in the weights that were written.
+# The same first batch as before: the learnt terms are in the written weights.
 run again "$finetune" --names "$names" --from down --to again --steps 1
 holds "the merged model counts down" "$(loss again 1) < 0.7 * $(loss down 1)"
 

@@ -27,13 +27,13 @@ PYTHON
 
 arguments=(--data . --batch-size 4 --test-batch-size 2 --epochs 2 --log-interval 2)
 
-# check NAME: what a run on two ranks must have printed
+# check NAME: the required output of a run on two ranks
 check() {
   for text in 'data: only the t10k files' 'epoch 1, step 0/4: loss' 'epoch 2, step 2/4: loss' \
     'test: average loss .* accuracy ./4'; do
     grep -q -- "$text" "$1.log" || { cat "$1.log"; fail "$1: expected '$text'"; }
   done
-  # Both ranks loaded what was saved: the model that rank 0 tested last.
+  # Both ranks loaded the saved model: the model that rank 0 tested last.
   [ "$(grep -o 'test: average loss.*' "$1.log" | tail -3 | sort -u | wc -l)" -eq 1 ] &&
     [ "$(grep -c 'rank ., loaded: test:' "$1.log")" -eq 4 ] ||
     { cat "$1.log"; fail "$1: expected both ranks to load what rank 0 tested"; }
@@ -55,7 +55,7 @@ check c10d
 # results LOG: the losses and tests of the ranks, whichever of them printed its line first
 results() { grep -o 'epoch.*\|test:.*' "$1" | sort; }
 
-# What goes on from a checkpoint trains as what has none.
+# A program that goes on from a checkpoint trains like one that has none.
 "$smprun" --np 2 --config "$config" "$program" "${arguments[@]}" >straight.log 2>&1 ||
   { cat straight.log; fail "the run without checkpoints ended with an error"; }
 diff <(results smprun.log | grep epoch) <(results straight.log | grep epoch) ||

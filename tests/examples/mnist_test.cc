@@ -176,7 +176,7 @@ TEST(ConvNet, GivesLogProbabilitiesAndHasTheScriptsParameters) {
   EXPECT_TRUE(torch::allclose(out.exp().sum(1), torch::ones({2})));
   int64_t count = 0;
   for (const auto& parameter : net->parameters()) count += parameter.numel();
-  EXPECT_EQ(count, 1199882);  // as PyTorch's script prints it
+  EXPECT_EQ(count, 1199882);  // the number that PyTorch's script prints
 }
 
 TEST(GroupedNet, IsTheSameNetworkInTwoPinnedHalves) {

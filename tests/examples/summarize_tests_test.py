@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs tools/summarize_tests.py on made-up runs and compares what it prints with counts by hand."""
+"""Runs tools/summarize_tests.py on made-up runs and compares its output with counts by hand."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ PASSED = '<testcase name="good" status="run" result="completed" classname="Suite
 FAILED = '<testcase name="bad" status="run" classname="Suite"><failure message="x"/></testcase>'
 SKIPPED = '<testcase name="none" status="run" classname="Suite"><skipped message="x"/></testcase>'
 DISABLED = '<testcase name="off" status="notrun" result="suppressed" classname="Suite" />'
-# What Bazel writes for a program that wrote no report itself.
+# The report that Bazel writes for a program that wrote none itself.
 MADE_UP = """<testsuites><testsuite name="shell" tests="1" failures="0" errors="1">
   <testcase name="shell" status="run"><error message="exited"></error></testcase>
 </testsuite></testsuites>"""
@@ -63,7 +63,7 @@ class Run:
 
     def ended(self, bazel_status=0):
         """Adds the end of the run; returns its event file."""
-        exit_code = {"code": bazel_status} if bazel_status else {}  # as Bazel writes it
+        exit_code = {"code": bazel_status} if bazel_status else {}  # the form that Bazel writes
         self.add({"buildFinished": {}}, finished={"exitCode": exit_code})
         return self.written()
 

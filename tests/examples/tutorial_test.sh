@@ -15,7 +15,7 @@ fail() {
 on_one() { "$tutorial" "$@"; }
 on_two() { "$smprun" --config "$two" "$tutorial" "$@"; }
 on_four() { "$smprun" --np 4 --config "$four" "$tutorial" "$@"; }
-# train LAYOUT FOLDER [EPOCHS]: what it prints goes to FOLDER.log, behind what is there.
+# train LAYOUT FOLDER [EPOCHS]: its output goes to FOLDER.log, behind the old one.
 train() { "$@" >>"$2.log" 2>&1 || { cat "$2.log"; fail "$* ended with an error"; }; }
 # same FOLDER: its first 12 epochs have the losses of those that one rank had, to the last bit.
 same() {

@@ -35,10 +35,10 @@ void fork_one(bool throws) {
             << (throws ? WTERMSIG(status) : WEXITSTATUS(status)) << std::endl;
 }
 
-/// What the system says of a process.
+/// The system's record of a process.
 struct ProcessState {
   char letter = ' ';
-  int64_t ticks = 0;  ///< of the clock, for which it has computed
+  int64_t ticks = 0;  ///< ticks of the clock for which it has computed
 };
 
 ProcessState state_of(int process) {

@@ -39,7 +39,7 @@ Outcome run_without_farewell(const std::string& how) {
 /// ten holds from the failure on.
 constexpr double kSeconds = 30;
 
-/// One report, whatever the number of ranks that it ended; beside what the program prints.
+/// One report, whatever the number of ranks that it ended; beside the program's output.
 void expect_short(const Outcome& outcome) {
   std::istringstream lines(outcome.output);
   int count = 0;
@@ -64,7 +64,7 @@ TEST(Failure, NothingFailsWithoutACause) {
   EXPECT_EQ(outcome.status, 0) << outcome.output;
 }
 
-/// Standard output is a pipe, which holds back what is written until it is flushed.
+/// Standard output is a pipe, which holds back output until it is flushed.
 TEST(Failure, ExitWithoutFlushingLosesNoOutput) {
   const Outcome outcome = run("last_words");
   EXPECT_NE(outcome.status, 0) << outcome.output;
@@ -169,7 +169,7 @@ TEST(Failure, RankThatIsKilledWhereTheOtherCatchesIt) {
                  "rank 1: was ended by signal 9 (Killed) and left no message");
 }
 
-/// As by a library that ends the process in the middle of training, with nothing said.
+/// A library ends the process in the middle of training, with nothing said.
 TEST(Failure, RankThatExits) {
   expect_failure(run("exit"), "rank 1: ended with exit status 7 and left no message");
 }
@@ -192,7 +192,7 @@ TEST(Failure, RankThatComputesForLongerThanTheTimeOut) {
   expect_short(outcome);
 }
 
-/// Without what differs from run to run.
+/// Without the parts that differ from run to run.
 std::string normal(const std::string& text) {
   const auto replaced = [](const std::string& in, const char* what, const char* by) {
     return std::regex_replace(in, std::regex(what), by);
@@ -203,7 +203,8 @@ std::string normal(const std::string& text) {
   return replaced(result, " +", " ");
 }
 
-/// Another shell sees what holds the job up, the job warns of it once, and goes on when it can.
+/// Another shell sees the rank that holds the job up, the job warns of it once, and goes on when it
+/// can.
 TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
   const std::string folder = ::testing::TempDir() + "failure_stall";
   const std::string parameters = R"({"partitions": 2, "microbatches": 2, "stall_seconds": 0.5})";
@@ -235,7 +236,7 @@ TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
             "smprun: no job stall of this user runs on this host.\n");
 }
 
-/// After the last step, where nobody waits but for the end of the job.
+/// After the last step, where no rank waits but for the end of the job.
 TEST(Failure, RankThatIsStoppedAtTheEnd) {
   const Outcome outcome = run_without_farewell("stop_at_end");
   EXPECT_NE(outcome.output.find("was not complete within the timeout of 2 s; it waits for rank 1."),
@@ -250,7 +251,7 @@ TEST(Failure, RankThatIsStoppedAtTheEnd) {
   EXPECT_NE(outcome.status, 0);
 }
 
-/// As a daemon does, with MPI's among them, for which MPI_Finalize waits for ever.
+/// Closes them like a daemon, with MPI's among them, for which MPI_Finalize waits for ever.
 TEST(Failure, RankThatClosesAllDescriptors) {
   expect_failure(run_without_farewell("closes_files"),
                  "MPI has not ended within 2 s: all ranks have come to the end");

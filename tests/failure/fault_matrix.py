@@ -35,14 +35,14 @@ LAYOUTS = {
 }
 LONGEST_REPORT = 14  # lines
 START_UP = 1.2  # s, from the start of a rank to its first step, at most
-FILE_CALLS = 24  # of a rank in a save or a copy, at most
+FILE_CALLS = 24  # most calls of a rank in a save or a copy
 LONGEST = 300  # s
 KILLED = r"rank {}: was ended by signal 9 \(Killed\) and left no message"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What becomes of a rank, by mark of restarting_step, and what smprun is to say of it."""
+    """The fate of a rank, by mark of restarting_step, and smprun's words for it."""
 
     name: str
     mark: str
@@ -113,7 +113,7 @@ class Killer(threading.Thread):
         self.start()
 
     def environment(self, process):
-        """Of a rank of the start that is meant; nothing if the process is none."""
+        """The rank of the start that is meant; nothing if the process is none."""
         try:
             if os.path.basename(os.readlink(f"/proc/{process}/exe")) != "restarting_step":
                 return None
@@ -180,7 +180,7 @@ class Job:
         return re.findall(r"^smprun: first cause: (.*)$", self.output, re.MULTILINE)
 
     def checkpoints(self):
-        """By number of steps."""
+        """Folders by number of steps."""
         found = self.saves.glob("step_*_partial")
         return {int(path.name.split("_")[1]): path for path in found}
 
@@ -225,7 +225,7 @@ def moment_of(fault, rank, layout, recovery, draw, file_calls):
 
 
 class Trial:
-    """One job that is disturbed, what it took and what is wrong."""
+    """One job that is disturbed, its time and its errors."""
 
     def __init__(self, programs, layout, recovery, timeout, expected):
         self.programs, self.layout, self.recovery = programs, layout, recovery
@@ -233,7 +233,7 @@ class Trial:
         self.problems, self.seconds = [], None  # s, where the time of the fault is known
 
     def run(self, fault, rank, draw):
-        """Draws moments until one comes before the job, or what is disturbed of it, is over. False if
+        """Draws moments until one comes before the job, or its disturbed part, is over. False if
         there is none: the rank makes no file call in a save."""
         file_calls = FILE_CALLS
         while True:
@@ -297,7 +297,7 @@ class Trial:
 
 
 def try_fault(programs, options, reference, layout, recovery, fault):
-    """All runs of a fault: prints its line of the table, and returns what is wrong."""
+    """All runs of a fault: prints its line of the table, and returns the errors."""
     runs, seconds, wrong = 0, [], []
     for rank in range(4):
         for moment in range(options.moments):

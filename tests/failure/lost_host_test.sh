@@ -16,10 +16,18 @@ work=$(mktemp -d)
 export HOSTS_MEMORY=$work/memory OMP_NUM_THREADS=1
 export SM_HP_MP_PARAMETERS='{"recovery": "restart", "recovery_interval": 1, "partitions": 2,
   "microbatches": 2, "ddp": true, "gradient_shards": 2, "timeout_seconds": 60}'
-returning=
-trap '[ -z "$returning" ] || kill "$returning" || true; umount "$HOSTS_MEMORY"; rm -rf "$work"' EXIT
-mkdir "$HOSTS_MEMORY"
-mount -t tmpfs tmpfs "$HOSTS_MEMORY"
+returning='' others=''
+clean() {
+  [ -z "$returning" ] || kill "$returning" || true
+  [ -z "$others" ] || wait "$others" || true
+  umount "$work"/memory*
+  rm -rf "$work"
+}
+trap clean EXIT
+for folder in "$HOSTS_MEMORY" "$HOSTS_MEMORY-of-others"; do
+  mkdir "$folder"
+  mount -t tmpfs tmpfs "$folder"
+done
 
 fail() {
   echo "lost_host_test: $1"
@@ -54,11 +62,48 @@ lost() {
   done
 }
 
+# A rank of the second host is asked to stop: the job stops, and the next one goes on.
+asked() {
+  local status=0 preemptible
+  preemptible=${SM_HP_MP_PARAMETERS/\"restart\"/\"off\", \"preempt_seconds\": 200}
+  SM_HP_MP_PARAMETERS=$preemptible "$two_hosts" smprun 2 "$step" "$work/asked" asked:3:3:1 \
+    >"$work/asked.log" 2>&1 || status=$?
+  [ "$status" = 75 ] || fail "asked: status $status"
+  grep -qx "smprun: preempted: checkpoint $work/asked/asked_partial of step 4" "$work/asked.log" ||
+    fail "asked: another last line"
+  SM_HP_MP_PARAMETERS=$preemptible RESUME=1 "$two_hosts" smprun 2 "$step" "$work/asked" \
+    >"$work/asked_again.log" 2>&1 || fail "asked: does not go on"
+  same asked
+}
+
+under_torchrun() {
+  local start
+  export SMP_RECOVERY_DIR=/dev/shm/kept
+  for start in 0 1 2; do
+    TORCHELASTIC_RESTART_COUNT=$start "$two_hosts" torchrun 2 "$step" "$work/torchrun" \
+      lose:0:3:0 lose:3:5:0 >"$work/torchrun$start.log" 2>&1 && [ "$start" != 2 ] &&
+      fail "start $start lost nothing"
+  done
+  same torchrun
+  for start in 1 2; do
+    grep -q "restart $start: goes on from step" "$work/torchrun$start.log" || fail "no restart $start"
+  done
+}
+
+# Each waits more than it computes, and goes beside those under smprun.
+(
+  export HOSTS_MEMORY=$HOSTS_MEMORY-of-others
+  asked
+  under_torchrun
+) &
+others=$!
+
 # Rank 3 is on the second host, rank 0 on the first, which is that of the launcher.
 lost smprun lose:3:3:0 lose:0:5:0
 same smprun
 
-# What other ranks do in the second that mpirun lets pass before it ends them was tried by the first.
+# The first try has shown the work of other ranks in the second that mpirun lets pass before it ends
+# them.
 export OMPI_MCA_odls_base_sigkill_timeout=0
 
 # The third takes the place of the second.
@@ -87,7 +132,7 @@ same waits
 wait "$returning"
 returning=
 
-# Nobody is left to take the place of two.
+# Two hosts are too many: none is left to take their places.
 if "$two_hosts" smprun 2 "$step" "$work/few" down:3:3:0 >"$work/few.log" 2>&1; then
   fail "few: the job went on"
 fi
@@ -95,26 +140,6 @@ grep -qx "smprun: not started again: 4 ranks need as many places, and the hosts 
   "$work/few.log" || fail "few: another reason"
 rm -rf "$HOSTS_MEMORY"/*/*
 
-# A rank of the second host is asked to stop: the job stops, and the next one goes on.
-status=0
-preemptible=${SM_HP_MP_PARAMETERS/\"restart\"/\"off\", \"preempt_seconds\": 200}
-SM_HP_MP_PARAMETERS=$preemptible "$two_hosts" smprun 2 "$step" "$work/asked" asked:3:3:1 \
-  >"$work/asked.log" 2>&1 || status=$?
-[ "$status" = 75 ] || fail "asked: status $status"
-grep -qx "smprun: preempted: checkpoint $work/asked/asked_partial of step 4" "$work/asked.log" ||
-  fail "asked: another last line"
-SM_HP_MP_PARAMETERS=$preemptible RESUME=1 "$two_hosts" smprun 2 "$step" "$work/asked" \
-  >"$work/asked_again.log" 2>&1 || fail "asked: does not go on"
-same asked
-
-export SMP_RECOVERY_DIR=/dev/shm/kept
-for start in 0 1 2; do
-  TORCHELASTIC_RESTART_COUNT=$start "$two_hosts" torchrun 2 "$step" "$work/torchrun" \
-    lose:0:3:0 lose:3:5:0 >"$work/torchrun$start.log" 2>&1 && [ "$start" != 2 ] &&
-    fail "start $start lost nothing"
-done
-same torchrun
-for start in 1 2; do
-  grep -q "restart $start: goes on from step" "$work/torchrun$start.log" || fail "no restart $start"
-done
+wait "$others" || fail "one of those beside"
+others=
 echo "two hosts, each lost once under two launchers: the same tensors"

@@ -37,7 +37,7 @@ def free_port():
 
 
 class Smprun:
-    """Starts ranks with smprun, which is what gets the signal."""
+    """Starts ranks with smprun, which gets the signal."""
 
     name = "smprun"
 
@@ -148,7 +148,7 @@ def steps_of(checkpoint):
 
 
 def disturb(programs, launcher, layout, draw, expected):
-    """One training that is asked to stop once. Returns what is wrong."""
+    """One training that is asked to stop once. Returns the errors."""
     before = shared_memory()
     job = Job(programs, launcher, layout)
     # smprun may be asked before the first step, too.

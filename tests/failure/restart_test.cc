@@ -79,7 +79,7 @@ class Restarts : public ::testing::Test {
     });
   }
 
-  /// The lines that say of restarts, by whomever.
+  /// The lines about restarts, from the launcher and the ranks.
   static Lines told(const std::string& output) {
     // How it ended is known from mpirun or, if another rank ended before mpirun looked, from that.
     static const std::regex without_message("(rank [0-9]+): .* and left no message");
@@ -96,8 +96,8 @@ class Restarts : public ::testing::Test {
     return lines;
   }
 
-  /// What the job has saved last and the undisturbed one: all tensors and states, whichever rank
-  /// wrote them.
+  /// The last save of the job and the undisturbed one: all tensors and states, whichever rank wrote
+  /// them.
   void expect_same_end() const {
     for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
       Reader got(jobs_.folder() + "/run" + name), expected(undisturbed_ + name);
@@ -129,8 +129,8 @@ std::shared_future<Outcome> Restarts::returning_, Restarts::not_met_, Restarts::
 
 std::string died(int rank) { return "first cause: rank " + std::to_string(rank) + " died"; }
 
-/// With the second that other ranks have to say what they see, before mpirun ends them. A rank dies
-/// in a step, between a step and its update, in a save, at the start and at the end.
+/// Other ranks have a second to report, before mpirun ends them. A rank dies in a step, between a
+/// step and its update, in a save, at the start and at the end.
 TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
   const Outcome outcome = jobs_.run(
       "--restarts 9", "action:3:1:2 update:1:3 save:0:3:2 begin:2 action:2:5:0 end:1", "");
@@ -157,7 +157,7 @@ TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
   for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
     Reader whole(jobs_.folder() + "/run" + name), other(undisturbed_ + name);
     EXPECT_TRUE(whole.find_damage(Reader::Section::kAll).empty());
-    // With the hashes of all tensors.
+    // Their indices hold the hashes of all tensors.
     EXPECT_EQ(whole.index().to_text(), other.index().to_text()) << name;
   }
 }
@@ -182,8 +182,8 @@ void expect_resumed_from(const std::string& output, const std::vector<int>& step
   }
 }
 
-/// Nobody has said how often. A rank dies in a step, before its update, while it keeps a copy (rank
-/// 0 begins, writes and ends one by some ten calls), and is stopped.
+/// The number of restarts is not given. A rank dies in a step, before its update, while it keeps a
+/// copy (rank 0 begins, writes and ends one by some ten calls), and is stopped.
 TEST_F(Restarts, GoOnFromTheCopyInMemory) {
   jobs_.configure(R"(, "recovery": "restart", "recovery_interval": 1, "timeout_seconds": 20)");
   const Outcome outcome = jobs_.run("", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");

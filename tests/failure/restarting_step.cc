@@ -105,7 +105,7 @@ void fail(const std::string& where) {
   kill(getpid(), where == "asked" ? SIGTERM : SIGSTOP);
 }
 
-/// All ranks have come as far, so that what is noted does not depend on time.
+/// All ranks have come as far, so that notes do not depend on time.
 bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
   if (mark.where != where || mark.step != step) return false;
   smp::barrier();
@@ -127,7 +127,7 @@ void stop_one(int rank) {
 using Model = smp::DistributedModel<TinyGpt>;
 using Optimizer = smp::DistributedOptimizer<torch::optim::AdamW>;
 
-/// What the job goes on from, or nothing.
+/// The run from which the job goes on, or nothing.
 std::optional<smp::LoadedRun> resume(const std::string& folder, Model& model,
                                      Optimizer& optimizer) {
   const bool goes_on = std::getenv("RESUME") != nullptr;

@@ -2,7 +2,7 @@
 // usage: saving_step FOLDER [kill CALL | stop CALL | full]
 //
 // Trains and saves in the background, over an earlier checkpoint. The last rank is killed at the
-// CALL-th of its file calls in the second save, or stops there, and then nobody trains meanwhile.
+// CALL-th of its file calls in the second save, or stops there, and then no rank trains meanwhile.
 // With "full" it keeps copies in memory for which the last rank has no room for a while, and says
 // which there is. Started by saving_test through smprun.
 

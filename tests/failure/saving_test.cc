@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Saves in the background on ranks that are processes, and what is left when one of them dies.
+// Saves in the background on ranks that are processes, and the files left when one of them dies.
 
 #include <gtest/gtest.h>
 
@@ -49,7 +49,7 @@ TEST_F(Saving, GoesOnBesideTraining) {
   const Outcome outcome = run();
   ASSERT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_EQ(saved(), 2);
-  // With the hashes of all tensors.
+  // Their indices hold the hashes of all tensors.
   EXPECT_EQ(Reader(folder_ + "/a").index().to_text(),
             Reader(folder_ + "/expected").index().to_text());
 }
@@ -63,7 +63,7 @@ TEST_F(Saving, RankThatIsKilledLeavesTheEarlierCheckpoint) {
     EXPECT_NE(outcome.output.find("signal 9"), std::string::npos) << outcome.output;
     EXPECT_EQ(saved(), 1);
   }
-  const Outcome again = run();  // what was left of the others is no hindrance
+  const Outcome again = run();  // the remains of the others are no hindrance
   EXPECT_EQ(again.status, 0) << again.output;
   EXPECT_EQ(saved(), 2);
 }

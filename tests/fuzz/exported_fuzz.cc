@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exported programs. The first byte says what follows: an archive, or the JSON of a program or of
-// weights, which is put into an archive with a checksum that nobody would guess.
+// Exported programs. The first byte tells the kind of the rest: an archive, or the JSON of a
+// program or of weights, which is put into an archive with a checksum that no input would guess.
 
 #include <ATen/Parallel.h>
 #include <caffe2/serialize/inline_container.h>

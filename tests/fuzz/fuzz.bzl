@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzz targets: readers of files that anybody may have written."""
+"""Fuzz targets: readers of untrusted files."""
 
 def fuzz_target(name, deps):
     """NAME_fuzz.cc as a libFuzzer program, and a test that replays corpus/NAME.

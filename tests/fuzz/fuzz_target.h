@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string>
 
-/// What libFuzzer calls with inputs that it makes up, and `replay.cc` with those of a folder.
-/// Errors of the library are what damaged input shall lead to; everything else ends the process.
+/// The function that libFuzzer calls with inputs that it makes up, and `replay.cc` with those of a
+/// folder. Damaged input shall lead to errors of the library; everything else ends the process.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 
 namespace smp::testing {
@@ -25,7 +25,7 @@ class MemoryFile {
   int descriptor_;
 };
 
-/// Ends the process if a reader returned what it should have refused.
+/// Ends the process if a reader returned a text that it should have refused.
 void require(bool ok, const char* what);
 
 }  // namespace smp::testing

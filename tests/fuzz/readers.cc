@@ -41,7 +41,7 @@ void verify(const pipeline::Schedule& schedule) {
 
 void read_config(const std::string& text) { Config::from_json(text, "text").validate(); }
 
-/// With its checksum put right, which nobody would guess.
+/// Reads an index with its checksum put right, which no input would guess.
 void read_index(const std::string& text) {
   const size_t key = text.find("\"checksum\": \"");
   const bool has_digits = key != std::string::npos && key + 13 + 16 <= text.size();

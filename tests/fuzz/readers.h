@@ -6,7 +6,7 @@
 
 namespace smp::testing {
 
-/// Something that reads text which anybody may have written.
+/// A reader of untrusted text.
 struct Reader {
   const char* name;
   /// Reads the text. Throws smp::Error where it does not take it.

@@ -128,7 +128,7 @@ std::vector<Name> names() {
           {"a path", "../../etc/passwd"}};
 }
 
-/// That what the reader says to a text has an end, and no line that it has not made.
+/// That the reader's words about a text have an end, and no line that it has not made.
 void expect_shown(const Reader& reader, const std::string& text) {
   std::string error;
   try {
@@ -151,7 +151,7 @@ const Reader& reader_called(const std::string& name) {
   throw std::out_of_range(name);
 }
 
-/// As a string of JSON has it.
+/// The name as a string of JSON.
 std::string in_json(const std::string& name) {
   try {
     const std::string quoted = nlohmann::json(name).dump();

@@ -44,7 +44,7 @@ TEST(Absent, HasTheShapeAndNoNumbers) {
   EXPECT_EQ(tensor.storage().nbytes(), 0u);
 }
 
-/// What is computed has the shape, type and strides that it has elsewhere.
+/// Computed values have the shape, type and strides that they have elsewhere.
 TEST(Absent, ResultsAreAbsent) {
   using Function = std::function<at::Tensor(const at::Tensor&)>;
   const auto scale = torch::tensor(2.0, torch::kDouble), other = torch::ones({4, 6});
@@ -130,7 +130,7 @@ TEST(Absent, NumbersThatAreNeededAreRefused) {
   expect_refused("set_", [&] { tensor.set_(own); });
 }
 
-/// A result says what it is computed from.
+/// A result names its sources.
 TEST(Absent, ResultsSayWhereTheyComeFrom) {
   const auto sum = absent({2}).square().sum().sqrt();
   expect_has(error_of<UsageError>([&] { sum.item<float>(); }),
@@ -207,8 +207,7 @@ TEST(Absent, GradientsGoThroughIt) {
   EXPECT_EQ(parameter.grad().sizes(), parameter.sizes());
 }
 
-/// A tensor keeps its identity and memory when it becomes absent, and its views stay what they
-/// were.
+/// A tensor keeps its identity and memory when it becomes absent, and its views stay the same.
 TEST(Absent, TensorsBecomeAbsentAndPresent) {
   const auto tensor = torch::arange(6).to(torch::kFloat).view({2, 3}).requires_grad_();
   const auto before = tensor.detach();

@@ -67,7 +67,7 @@ class Checkpointed {
       auto& sink = run.sinks[value.name];
       if (value.meta.requires_grad) sink = core::make_node<GradientSink>();
       const at::Tensor& tensor = table_.at(value.name).tensor;
-      const bool copied = value.kind == ValueKind::kBuffer;  // as a stage does
+      const bool copied = value.kind == ValueKind::kBuffer;  // copied by stages, too
       environment[id] = enter(copied ? tensor.clone() : tensor, sink);
       if (copied) copies.emplace_back(tensor, static_cast<ValueId>(id));
     }

@@ -340,7 +340,7 @@ TEST(CheckpointedSegment, SplitBackwardsHaveTheBitsOfWholeOnes) {
   const auto expected = Checkpointed::backward(plain);
   blocks.step.set_regions([&](int index) { return blocks.block_of[index]; });
   auto run = blocks.step.forward(inputs, {});
-  // The first block's weights stand for what comes from another stage.
+  // The first block's weights stand for values from another stage.
   Calls calls("aten::gelu");
   const std::vector<GradientSinkPtr> first = {run.sinks.at("up0.weight")};
   std::unique_ptr<SplitBackward> split;
@@ -433,7 +433,7 @@ TEST(CheckpointedSegment, RefusesSavedTensorsThatWereWrittenAsOneProcessDoes) {
   torch::nn::Linear net(4, 4);
   const auto function = [&](const Tensors& inputs) -> Tensors {
     const auto y = net(inputs[0]).exp();
-    const auto loss = y.add_(1.0).square().sum();  // exp has saved what add_ writes
+    const auto loss = y.add_(1.0).square().sum();  // exp has saved the tensor that add_ writes
     backward(loss);
     return {loss};
   };

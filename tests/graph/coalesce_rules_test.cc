@@ -11,15 +11,15 @@ namespace {
 
 struct Case {
   std::string name;
-  std::string op;  ///< of which all calls run once, or for each microbatch
-  std::vector<std::vector<int64_t>> shapes;  ///< of all samples
+  std::string op;  ///< operator of which all calls run once, or for each microbatch
+  std::vector<std::vector<int64_t>> shapes;  ///< shapes of all samples
   Body body;
   std::vector<int64_t> axes;  ///< empty: 0
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
 
-/// With so many samples in a microbatch.
+/// The inputs for so many samples in a microbatch.
 Tensors inputs_of(const Case& c, int64_t samples) {
   torch::manual_seed(9);
   Tensors inputs;

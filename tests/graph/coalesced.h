@@ -13,12 +13,12 @@
 #include "graph/coalesce.h"
 #include "tests/graph/harness.h"
 
-/// Several microbatches as one: what a coalesced graph computes, and the gradients it gives,
-/// against plain eager code that runs one microbatch after the other, in float64.
+/// Several microbatches as one: the results and gradients of a coalesced graph, against plain eager
+/// code that runs one microbatch after the other, in float64.
 namespace smp::graph::testing {
 
 constexpr int kFactor = 3;
-constexpr int64_t kSamples = 2;  // of a microbatch
+constexpr int64_t kSamples = 2;  // samples of a microbatch
 constexpr int64_t kAll = kFactor * kSamples;
 constexpr double kTolerance = 1e-12;
 
@@ -59,7 +59,8 @@ inline Tensors slice(const Tensors& inputs, int part, const std::vector<int64_t>
   return result;
 }
 
-/// Captures the step on one microbatch and on all, and finds out what may be coalesced.
+/// Captures the step on one microbatch and on all, and finds out the operators that may be
+/// coalesced.
 inline Captured capture(const Body& body, const Tensors& inputs, const std::vector<int64_t>& axes) {
   Captured result;
   const Function step = [&](const Tensors& tensors) {
@@ -85,7 +86,7 @@ inline std::vector<int64_t> first_axes(const Tensors& inputs) {
   return std::vector<int64_t>(inputs.size(), 0);
 }
 
-/// The step that trains on what `body` makes: the loss of a microbatch is no sum over samples.
+/// The step that trains on the results of `body`: the loss of a microbatch is no sum over samples.
 inline Body training(const Body& body) {
   return [body](Weights& weights, const Tensors& inputs) {
     const auto result = body(weights, inputs);

@@ -59,7 +59,7 @@ void expect_same(const Dict& got, const Dict& expected) {
   }
 }
 
-/// A module made plainly, what the generator drew next, and the same under a scope.
+/// A module made plainly, the generator's next numbers, and the same under a scope.
 struct Pair {
   Module plain, deferred;
   torch::Tensor drawn_after_plain, drawn_after;
@@ -257,7 +257,7 @@ std::vector<Case> cases() {
   add(
       "NumbersThatBecameTensors",
       [](Custom& module) {
-        // As autograd makes them of numbers: they do not decide the type of the result.
+        // Autograd makes such tensors of numbers: they do not decide the type of the result.
         const auto number = at::scalar_tensor(2.5, torch::kDouble);
         number.unsafeGetTensorImpl()->set_wrapped_number(true);
         module.add("product", torch::arange(6).mul(number));

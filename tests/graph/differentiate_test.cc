@@ -231,7 +231,7 @@ TEST_F(Differentiate, RequiresGradIsTakenBack) {
   });
 }
 
-/// A run on data lets go of what the function cannot reach any more, and of nothing else.
+/// A run on data lets go of tensors that the function cannot reach any more, and of nothing else.
 TEST_F(Differentiate, AVariableIsReadAgainMuchLater) {
   expect_equals_eager([&](const Tensors& in) -> Tensors {
     auto x = in[0].detach().requires_grad_();
@@ -307,7 +307,7 @@ TEST_F(Differentiate, ABufferIsWrittenThroughAViewAndItsHistoryEndsWithTheRun) {
   }
 }
 
-/// A leaf works on the buffer itself, which has no history then but that of what enters.
+/// A leaf works on the buffer itself, which has no history then but that of the value that enters.
 TEST_F(Differentiate, ALeafReadsABufferThatGotAHistory) {
   auto state = net_->register_buffer("state", torch::zeros({4, 4}));
   const auto leaf = [&](const torch::Tensor& x) {
@@ -445,7 +445,7 @@ TEST_F(Differentiate, AnotherCallIsAnotherGraph) {
   EXPECT_THAT(difference(), HasSubstr("has other tensors as argument"));
 }
 
-/// What was verified so far gets its history when the call needs it.
+/// Values verified so far get their history when the call needs it.
 TEST_F(Differentiate, AfterLeavingAKnownGraph) {
   bool other = false;
   const Function function = [&](const Tensors& in) -> Tensors {
@@ -482,7 +482,7 @@ TEST_F(Differentiate, LeftAfterACallThatKeepsNoHistory) {
   EXPECT_EQ(next.recorded->to_string(), trace(table_, {x_}, function).recorded->to_string());
 }
 
-// -- What follows from it
+// -- Consequences
 
 TEST_F(Differentiate, TheOperatorsStayTogether) {
   const TraceResult traced = trace(table_, {x_}, [&](const Tensors& in) -> Tensors {

@@ -126,7 +126,7 @@ TEST_F(Guard, OtherInputShapesAreAnotherGraph) {
   EXPECT_EQ(result.recorded->values[0].meta.sizes[0], 2);
 }
 
-/// What is recorded on shapes is what is recorded on data.
+/// A recording on shapes equals one on data.
 TEST_F(Guard, ShapeOnlyCaptureEqualsTheRealOne) {
   const Graph& real = capture();
   const TraceResult shapes = trace(table_, inputs_, function(), false);
@@ -191,8 +191,8 @@ TEST_F(Guard, ShapesOfManyOperatorsAgreeWithRealRuns) {
   EXPECT_EQ(shapes.recorded->to_string(), real.recorded->to_string());
 }
 
-/// A run forgets the tensors that nobody holds, of which there are thousands here. What the
-/// function still holds, and its memory, stay known.
+/// A run forgets tensors without holders, of which there are thousands here. Those that the
+/// function still holds, and their memory, stay known.
 TEST_F(Guard, WhatTheFunctionHoldsIsKnownAfterThousandsOfOperators) {
   const auto long_function = [&](const Tensors& in) -> Tensors {
     const auto base = in[0] * 2;

@@ -36,7 +36,7 @@ inline TensorTable table_of(const torch::nn::Module& module) {
   return table;
 }
 
-/// Marks `loss` as what the step differentiates, when a tracer is at work.
+/// Marks `loss` as the tensor that the step differentiates, when a tracer is at work.
 inline void backward(const torch::Tensor& loss) {
   if (auto* tracer = Tracer::current()) {
     tracer->backward({loss}, {});

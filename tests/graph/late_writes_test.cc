@@ -132,7 +132,7 @@ TEST_F(LateWrites, ABufferMovesOnceForEachBackwardThatNeedsIt) {
   EXPECT_EQ(moves, 3);
 }
 
-// What an operator saved for its backward is written after it: seen by autograd ...
+// A tensor that an operator saved for its backward is written after it: seen by autograd ...
 
 TEST_F(LateWrites, AnActivationIsWrittenAfterBackward) {
   expect_equals_eager([&](const Tensors& in) -> Tensors {
@@ -232,7 +232,7 @@ TEST_F(LateWrites, OnlyWhatABackwardMayNeedIsCopied) {
   };
   EXPECT_EQ(separate([&](const Tensors& in) -> Tensors {
               auto h = net_(in[0]);
-              auto metric = h.detach() * 2;  // of another storage, without a history
+              auto metric = h.detach() * 2;  // a tensor of another storage, without a history
               backward(h.sum());
               metric.mul_(2);
               h.clone().zero_();  // made after backward

@@ -20,7 +20,7 @@ torch::Tensor& bump_(torch::Tensor& self, const torch::Tensor& other) { return s
 /// Returns nothing, as libtorch's own operators on lists do.
 void scale_(torch::Tensor& self, const torch::Tensor& other) { self.mul_(other); }
 
-/// Returns something else than what it writes.
+/// Returns another tensor than the one it writes.
 torch::Tensor fold_(torch::Tensor& self, const torch::Tensor& other) {
   self.sub_(other);
   return other.sum();
@@ -70,7 +70,7 @@ struct NetImpl : torch::nn::Module {
     y = call<Tensor(const Tensor&, const Tensor&, double)>("smp_test::scaled_add", y, x, 0.25);
     auto row = y[1];
     call<Tensor&(Tensor&, const Tensor&)>("smp_test::bump_", row, y[0]);
-    auto plain = x * 2;  // gets a history by what is written into it
+    auto plain = x * 2;  // a write gives it a history
     call<void(Tensor&, const Tensor&)>("smp_test::scale_", plain, y);
     auto other = x * 3;
     const auto sum = call<Tensor(Tensor&, const Tensor&)>("smp_test::fold_", other, y);
@@ -110,7 +110,7 @@ TEST(Library, OperatorsOfExtensionsAreSeenWholeWithTheirWrites) {
     const bool writes = op.name().back() == '_';
     EXPECT_EQ(op.writes.size(), writes ? 1u : 0u) << op.name();
     if (!writes) continue;
-    // Returned or not, what is written is the last result.
+    // Returned or not, the written tensor is the last result.
     EXPECT_EQ(op.result_is_argument.back(), 0) << op.name();
     EXPECT_TRUE(real.recorded->values[op.results.back()].meta.requires_grad) << op.name();
     EXPECT_EQ(op.results.size(), op.name() == "smp_test::fold_" ? 2u : 1u);

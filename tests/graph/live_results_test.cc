@@ -6,7 +6,7 @@
 namespace smp::graph::testing {
 namespace {
 
-/// Traces `function` as a step does, whose result goes on holding what it returned.
+/// Traces `function` as a step does, whose result goes on holding the function's.
 bool leaves(const TensorTable& table, const torch::Tensor& x, const Function& function) {
   Tensors result;
   return leaves_results(
@@ -28,8 +28,8 @@ TEST_F(Numbers, WhatOnlyTheStepsResultHoldsIsNoState) {
     h.index_put_({h < 0}, 0.5);
     return {h.mean()};
   }));
-  // What follows from constants: a table that is made once, and one that counts calls, as a number
-  // of the function would.
+  // Values that follow from constants: a table that is made once, and one that counts calls, as a
+  // number of the function would.
   torch::Tensor table, calls = torch::zeros({4, 4});
   EXPECT_FALSE(left([&](const Tensors& in) -> Tensors {
     if (!table.defined()) table = torch::arange(4).to(torch::kFloat);

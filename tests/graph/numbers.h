@@ -45,7 +45,7 @@ class Numbers : public ::testing::Test {
   torch::Tensor x_ = torch::randn({4, 4});
 };
 
-/// As model->backward, with gradients.
+/// Does the same as model->backward, with gradients.
 inline void backward_with(const Tensors& tensors, const Tensors& gradients) {
   if (auto* tracer = Tracer::current()) {
     tracer->backward(tensors, gradients);

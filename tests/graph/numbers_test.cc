@@ -19,7 +19,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// -- Numbers that change what an operator returns
+// -- Numbers that change the results of an operator
 
 TEST_F(Numbers, ADropoutThatBeginsAtZero) {
   double p = 0;
@@ -138,7 +138,7 @@ TEST_F(Numbers, TheDefaultTypeIsPartOfTheMode) {
   const TraceResult twice = again(single, function);
   EXPECT_THAT(twice.difference, HasSubstr("runs in another mode"));
   expect_equals_eager(function);
-  // What was recorded under the other type keeps it.
+  // Values that were recorded under the other type keep it.
   EXPECT_EQ(replay(*single.recorded, table_, {x_}).outputs[1].scalar_type(), torch::kFloat);
   EXPECT_EQ(c10::get_default_dtype_as_scalartype(), torch::kDouble);
 }
@@ -156,8 +156,8 @@ TEST_F(Numbers, TheRealPartOfAComplexTensorUnderAutocast) {
   EXPECT_TRUE(torch::equal(replay(*shapes.recorded, table_, {x_}).outputs[0], x_));
 }
 
-/// On shapes an operator that is made of others runs on zeros under autocast; what it does in place
-/// is seen all the same.
+/// On shapes an operator that is made of others runs on zeros under autocast; its effects in place
+/// are seen all the same.
 TEST_F(Numbers, OperatorsMadeOfOthersWorkInPlaceUnderAutocast) {
   const auto function = [&](const Tensors& in) -> Tensors {
     const Autocast on(true);
@@ -463,7 +463,7 @@ TEST_F(Numbers, ARunThatLeavesAKnownGraphIsRecordedAsOneFromTheStart) {
   EXPECT_EQ(again(left, function).match, left.recorded.get());
 }
 
-// -- What the host is told of data
+// -- Data that the host reads
 
 TEST_F(Numbers, AttentionOverASequenceOfTheLengthOfItsQuery) {
   torch::manual_seed(5);

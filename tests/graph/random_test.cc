@@ -111,7 +111,8 @@ std::map<std::string, Draw> draws() {
   };
 }
 
-/// With the numbers that the default generator would give with the key's seed, and without it.
+/// Operators draw the numbers that the default generator would give with the key's seed, and
+/// without it.
 TEST(KeyedRandomScope, OperatorsDrawFromAGeneratorOfTheirOwn) {
   const RandomKey key{7, kTrain, 3, 5};
   for (auto& [name, draw] : draws()) {
@@ -172,7 +173,7 @@ TEST(NotedState, DrawsTheSameAgain) {
   EXPECT_TRUE(at::equal(default_state(), before));
 }
 
-/// What the operator after `before` others draws.
+/// The numbers that the operator after `before` others draws.
 std::vector<float> drawn(const RandomKey& key, int before) {
   const KeyedRandomScope scope(key);
   for (int i = 0; i < before; ++i) at::rand({1});

@@ -18,7 +18,7 @@ class Refusal : public Test {
  protected:
   Refusal() { table_ = table_of(*net_); }
 
-  /// What capturing `body` says, which is the same with data and on shapes.
+  /// The error of capturing `body`, which is the same with data and on shapes.
   std::string text(const std::function<void(torch::Tensor)>& body) {
     const auto function = [&](const Tensors& in) -> Tensors {
       body(in[0]);
@@ -40,7 +40,7 @@ class Refusal : public Test {
     }
   }
 
-  /// What reading data where there is none says.
+  /// The error of reading data where there is none.
   std::string error_of(const std::function<void(torch::Tensor)>& body, bool execute = true) {
     const auto function = [&](const Tensors& in) -> Tensors {
       body(in[0]);
@@ -288,7 +288,7 @@ TEST_F(Refusal, DataReadThroughPointers) {
       [](torch::Tensor x) { (x * 2).const_data_ptr<float>(); },
       [](torch::Tensor) { torch::randn({2}).data_ptr<float>(); },
       [](torch::Tensor x) { torch::from_blob(x.data_ptr(), {16}); },
-      // What the function may fill has no data either once an operator has written it.
+      // A tensor that the function may fill has no data either once an operator has written it.
       [](torch::Tensor x) {
         torch::empty({4, 4}).copy_(x).data_ptr<float>();
       },
@@ -315,7 +315,7 @@ TEST_F(Refusal, DataReadThroughPointers) {
   }
 }
 
-/// As above where the operators are compared with recorded ones.
+/// The same where the operators are compared with recorded ones.
 TEST_F(Refusal, DataReadThroughPointersInAGuardedRun) {
   const std::vector<std::function<torch::Tensor(torch::Tensor)>> writers = {
       [](torch::Tensor x) { return x * 2; },
@@ -374,7 +374,7 @@ TEST_F(Refusal, MemorySharedByHand) {
                   "shares memory with another one of the step");
 }
 
-/// What is registered outlives the run: the next microbatch would find another shape.
+/// A registered tensor outlives the run: the next microbatch would find another shape.
 TEST_F(Refusal, RegisteredTensorsThatAreViewedInPlace) {
   const auto state = torch::randn({4, 4}), row = torch::randn({4});
   table_.add(ValueKind::kBuffer, "state", state);

@@ -160,8 +160,8 @@ TEST(Replay, LiteralsAndConstants) {
   });
 }
 
-/// What host code filled is kept wherever it is first used: by an operator that writes a part of
-/// it, by one that reads and writes it, as a result, as a gradient, or nowhere.
+/// Data that host code filled are kept wherever they are first used: by an operator that writes a
+/// part of it, by one that reads and writes it, as a result, as a gradient, or nowhere.
 TEST(Replay, LiteralsThatAreWrittenReturnedOrUnused) {
   const auto function = [](Weight& net, torch::Tensor x) {
     auto in_part = torch::tensor(std::vector<float>{1, 2, 3, 4});
@@ -312,7 +312,7 @@ TEST(Replay, ViewsOfBuffersMadeOutside) {
   expect_replay_equals_eager(*net, {torch::randn({4, 4})}, {torch::randn({4, 4})}, function);
 }
 
-/// A run on data lets go of what the function cannot reach any more, and of nothing else.
+/// A run on data lets go of tensors that the function cannot reach any more, and of nothing else.
 TEST(Replay, TensorsThatNoOperatorMadeAreReadAgainMuchLater) {
   torch::manual_seed(3);
   Weight net(std::vector<int64_t>{4, 4});
@@ -358,7 +358,7 @@ TEST(Replay, LongSkipsAndSeveralConsumers) {
   });
 }
 
-/// What a graph does not make itself.
+/// The values that a graph does not make itself.
 Environment environment_of(const Graph& graph, const TensorTable& table, const Tensors& inputs) {
   Environment environment(graph.values.size());
   for (size_t id = 0; id < graph.values.size(); ++id) {
@@ -461,8 +461,8 @@ TEST(Replay, AConstantIsAWrappedNumber) {
                              });
 }
 
-/// The product saves what it then writes, so its own backward is impossible; the program's never
-/// goes through it.
+/// The product saves a tensor that it then writes, so its own backward is impossible; the program's
+/// never goes through it.
 TEST(Replay, MeasuresOperatorsThatCannotGoBack) {
   torch::nn::Linear net(3, 3);
   const TensorTable table = table_of(*net);
@@ -479,7 +479,7 @@ TEST(Replay, MeasuresOperatorsThatCannotGoBack) {
   EXPECT_EQ(graph.operators.back().cost.backward_us, 0);
 }
 
-/// A view of a factory's result shows what host code fills it with afterwards.
+/// A view of a factory's result shows the numbers with which host code fills it afterwards.
 TEST(Replay, MeasuresViewsOfWhatHostCodeFillsLater) {
   const TensorTable table;
   const Tensors inputs{torch::randn({2, 3})};

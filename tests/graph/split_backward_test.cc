@@ -85,7 +85,7 @@ void expect_divided(const Part& part) {
   const Entered inputs(part.inputs), weights(part.weights);
   auto starts = std::make_unique<Starts>(part.forward(inputs.aliases, weights.aliases));
   SplitBackward split(starts->edges, starts->gradients, inputs.sinks);
-  starts.reset();  // frees what the second part does not need
+  starts.reset();  // frees tensors that the second part does not need
   expect_same(inputs.gradients(), expected.inputs, "gradient of input");
   for (const auto& gradient : weights.gradients()) EXPECT_FALSE(gradient.defined());
   split.run_weights();
@@ -172,7 +172,8 @@ TEST_F(SplitBackwardTest, ViewsWrittenInPlace) {
                   }});
 }
 
-// What cannot be divided is computed in the first part, kept, and given in the second.
+// A function that cannot be divided is computed in the first part; its result is kept, and given in
+// the second.
 TEST_F(SplitBackwardTest, BatchNormIsNotDivided) {
   const auto mean = torch::zeros({8}), variance = torch::ones({8});
   expect_divided(

@@ -50,7 +50,7 @@ class Run {
   Tensors entered_;
 };
 
-/// Buffers that hold something already, and what was added to them or came to the sinks.
+/// Buffers that hold something already, and the gradients added to them or sent to the sinks.
 class Sums {
  public:
   explicit Sums(const Part& part) {

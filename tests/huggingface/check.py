@@ -23,12 +23,12 @@ import safetensors.torch
 import torch
 import transformers as hf
 
-TOLERANCE = 1e-5  # of the largest logit
+TOLERANCE = 1e-5  # fraction of the largest logit
 MAPS = pathlib.Path(__file__).resolve().parents[2] / "examples" / "huggingface"
 
 
 def samples():
-    """By name: a configuration and the class of its model."""
+    """A configuration and the class of its model, by name."""
     gpt = dict(vocab_size=16, n_positions=8, n_embd=8, n_layer=2, n_head=2)
     bert = dict(vocab_size=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
                 intermediate_size=16, max_position_embeddings=10)
@@ -47,7 +47,7 @@ def samples():
 
 
 def further():
-    """What the samples leave out: other activations, sizes and ties."""
+    """Features that the samples leave out: other activations, sizes and ties."""
     gpt = dict(vocab_size=24, n_positions=12, n_embd=16, n_layer=3, n_head=4)
     bert = dict(vocab_size=24, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
                 intermediate_size=24, max_position_embeddings=14)
@@ -89,7 +89,7 @@ def write_samples(folder):
 
 
 def check(name, config, kind, command, folder):
-    """What is wrong, or nothing."""
+    """The error, or nothing."""
     write(folder / "in", config, kind)
     run = subprocess.run([*command, str(MAPS), str(folder / "in"), str(folder / "out")], capture_output=True, text=True)
     if run.returncode != 0:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests/huggingface/check.py runs: reads a folder of Hugging Face's library into one of our
+// Program of tests/huggingface/check.py: reads a folder of Hugging Face's library into one of our
 // models, changes its weights by a step of training, and writes it to another folder, with the
 // logits that it computes for FROM/sample.safetensors.
 //

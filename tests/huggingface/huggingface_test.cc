@@ -97,7 +97,7 @@ TEST_P(HuggingFace, GivesItsLogitsOnRanksThatDivideIt) {
   expect_written();
 }
 
-/// Of transformers since version 5, and before.
+/// Configurations of transformers since version 5, and before.
 TEST(LlamaConfig, HasItsRotaryAnglesInEitherPlace) {
   huggingface::json config = {{"vocab_size", 8},          {"hidden_size", 8},
                               {"intermediate_size", 16},  {"num_hidden_layers", 1},

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Includes go down the layers, and what users include reaches nothing of the inside.
+"""Includes go down the layers, and public headers reach nothing of the inside.
 
 usage: layout_test.py COMPILED_HEADER...  (in the root of the sources; headers that a target
 compiles alone)
@@ -19,6 +19,8 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 PUBLIC = "smp"
 # libtorch; a header of the standard library has neither folder nor extension.
 OUTSIDE = re.compile(r"(torch|ATen|c10)/.*|\w+")
+# Public headers for users of something else, which they include.
+NAMED_FOR = {"smp/mpi.h": "mpi.h", "smp/c.h": "stdint.h"}
 
 COMPILED = set()
 
@@ -76,7 +78,7 @@ def upward_includes(tree):
 
 
 def reached_internals(tree):
-    """What public headers reach besides public ones, libtorch and the standard library."""
+    """The headers that public ones reach besides public ones, libtorch and the standard library."""
     found = {}
     for header in tree.public:
         seen, waiting = {header}, [header]
@@ -85,7 +87,8 @@ def reached_internals(tree):
                 if delimiter == '"' and name in tree.public:
                     waiting += [name] if name not in seen else []
                     seen.add(name)
-                elif delimiter == '"' or not OUTSIDE.fullmatch(name):
+                elif delimiter == '"' or not (OUTSIDE.fullmatch(name)
+                                              or NAMED_FOR.get(header) == name):
                     found.setdefault(header, set()).add(name)
     return found
 

@@ -80,7 +80,7 @@ TEST(AttentionForms, AreThatOfPlainLibtorch) {
   }
 }
 
-/// A layer in evaluation whose residual is not normalised away, and what it attends to.
+/// A layer in evaluation whose residual is not normalised away, and its inputs.
 struct Sample {
   Sample(const Options& options, torch::Dtype type) {
     torch::manual_seed(5);
@@ -90,7 +90,7 @@ struct Sample {
     x = torch::randn({2, 5, kHidden}).to(type);
   }
 
-  /// The layer's result, given what comes of queries, keys and values [N, heads, S, channels].
+  /// The layer's result, given the attention of queries, keys and values [N, heads, S, channels].
   Tensor result(const std::function<Tensor(Tensor, Tensor, Tensor)>& attend) {
     const auto parts = layer->query_key_value(x)
                            .view({2, 5, 3, kHeads, kChannels})

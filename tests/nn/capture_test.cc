@@ -115,7 +115,7 @@ TEST(Capture, GatheredProductsReplayUnderAutocast) {
   });
 }
 
-/// The two halves of a backward pass communicate in their turn, and give what one pass gives.
+/// The two halves of a backward pass communicate in their turn, and give the results of one pass.
 TEST(Capture, BackwardPassesCanBeSplit) {
   const auto nets = make_nets();
   const auto ids = torch::randint(12, {4, 6});

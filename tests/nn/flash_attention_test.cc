@@ -112,7 +112,7 @@ TEST(FlashAttentionLayer, BiasesOfLongSequencesInHalfPrecision) {
   qkv.select(2, 2).uniform_(-1, 1);
   FlashAttentionLayer layer(without_dropout().use_alibi(true));
   on_ranks(1, [&](int) {
-    const auto expected = layer(qkv);  // as `ScalesAndBiases` shows
+    const auto expected = layer(qkv);  // like `ScalesAndBiases`
     for (const auto type : {torch::kBFloat16, torch::kHalf}) {
       const auto difference = (layer(qkv.to(type)).to(torch::kDouble) - expected).abs().max();
       EXPECT_LT(difference.item<double>(), 0.02) << type;

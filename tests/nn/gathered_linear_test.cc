@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A linear layer of what the ranks have together, which keeps a part of it: against one process,
-// which has the whole.
+// A linear layer of the ranks' joined input, which keeps a part of it: against one process, which
+// has the whole.
 
 #include <map>
 #include <utility>
@@ -17,7 +17,7 @@ namespace {
 
 using torch::Tensor;
 
-constexpr int64_t kOutputs = 6;  // of a rank
+constexpr int64_t kOutputs = 6;  // width of the outputs of a rank
 
 Tensor gathered(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                 int64_t dim) {
@@ -27,14 +27,14 @@ Tensor gathered(const Tensor& x, const Tensor& weight, const std::optional<Tenso
       .call(x, weight, bias, dim);
 }
 
-/// What one rank has.
+/// The tensors of one rank.
 struct Rank {
   Tensor x, weight, bias;  // leaves
   Tensor of_result;        // gradient
 };
 
 struct Case {
-  std::vector<int64_t> sizes;  // of each rank's part
+  std::vector<int64_t> sizes;  // sizes of each rank's part
   int64_t dim;
   bool bias = true;
   bool transposed = false;  // weights that are not contiguous
@@ -180,7 +180,7 @@ TEST(GatheredLinear, KeepsThePart) {
 
 using Calls = std::vector<std::string>;
 
-/// What is called in the group of the calling rank until the end of the block.
+/// Counts the calls in the group of the calling rank until the end of the block.
 struct Counted {
   std::shared_ptr<CountingGroup> group = std::make_shared<CountingGroup>(tensor_group());
   TensorGroupScope scope{group};
@@ -271,7 +271,7 @@ TEST(GatheredLinear, IsCastUnderAutocastAndGathersTheLowerPrecision) {
   torch::set_num_threads(1);
   torch::manual_seed(15);
   const auto all = make_ranks({{2, 3, 5}, 1}, 2, torch::kFloat);
-  // What one process casts: its input before all else.
+  // Casts like one process: its input before all else.
   std::vector<Rank> cast;
   for (const Rank& rank : all) {
     cast.push_back({rank.x.detach().to(torch::kBFloat16), rank.weight, rank.bias,

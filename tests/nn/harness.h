@@ -17,7 +17,8 @@
 #include "nn/tensor_group.h"
 #include "tests/error_of.h"
 
-/// What the tests of operators and modules share: ranks, and what one process makes of their parts.
+/// The common part of the tests of operators and modules: ranks, and the results of their parts in
+/// one process.
 namespace smp::nn::testing {
 
 using smp::testing::error_of;
@@ -111,7 +112,7 @@ class Autocast {
   }
 };
 
-/// Another communicator's operations, with what this rank gives to collectives counted.
+/// Another communicator's operations, with a count of this rank's input to collectives.
 class CountingGroup final : public comm::Communicator {
  public:
   explicit CountingGroup(comm::CommunicatorPtr inner) : inner_(std::move(inner)) {}

@@ -25,7 +25,7 @@ std::string print(const torch::nn::Module& module) {
   return stream.str();
 }
 
-/// What `torch::nn` draws after seed 7, and what the generator draws next.
+/// The parameters that `torch::nn` draws after seed 7, and the generator's next numbers.
 template <class Holder>
 std::pair<Named, Tensor> plain_parameters(const std::function<Holder()>& make) {
   torch::manual_seed(7);
@@ -139,7 +139,7 @@ TEST(Start, IsTheSameWhenItIsDeferred) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// What they compute
+// Their results
 
 /// x [2, 4, 12] through a linear layer to 24 channels, with gradients.
 template <class Holder>

@@ -114,7 +114,7 @@ TEST(CrossEntropy, OfNothingButIgnoredTargets) {
   loss.target = torch::full({3}, -100, torch::kLong);
   on_ranks(2, [&](int rank) {
     const Tensor logits = part_of(loss.logits, 1, 1, 2, rank);
-    EXPECT_TRUE(operator_loss(logits, loss).isnan().item<bool>());  // as torch's: 0 / 0
+    EXPECT_TRUE(operator_loss(logits, loss).isnan().item<bool>());  // like torch's: 0 / 0
     Loss sum = loss;
     sum.reduction = at::Reduction::Sum;
     EXPECT_EQ(operator_loss(logits, sum).item<double>(), 0);
@@ -138,7 +138,7 @@ TEST(CrossEntropy, InFloat32AndHalfPrecision) {
   });
 }
 
-/// As torch's loss, it is computed in float32 under autocast.
+/// The loss is computed in float32 under autocast, like torch's.
 TEST(CrossEntropy, UnderAutocast) {
   torch::manual_seed(4);
   Loss loss;

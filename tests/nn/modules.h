@@ -9,7 +9,7 @@
 #include "smp/nn/split_module.h"
 #include "tests/nn/harness.h"
 
-/// One module on all ranks, and what one process sees of it.
+/// One module on all ranks, and the same in one process.
 namespace smp::nn::testing {
 
 using Named = std::map<std::string, torch::Tensor>;
@@ -45,7 +45,7 @@ inline Named joined(const std::vector<Named>& of_ranks,
   return result;
 }
 
-/// What ranks found, as wholes.
+/// The results of ranks, as wholes.
 struct Outcome {
   Named parameters, gradients;
   Tensors outputs;  ///< the same on all ranks

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators that move tensors, and dropout: forward and backward against what one process makes
-// of all ranks' tensors.
+// The operators that move tensors, and dropout: forward and backward against one process on all
+// ranks' tensors.
 
 #include "smp/nn/operators.h"
 
@@ -37,7 +37,7 @@ Tensor sum_of(const Tensors& terms) {
 /// Each rank's result and gradient, from each rank's argument and the gradient of its result.
 struct Case {
   std::string name;
-  std::vector<int64_t> sizes;  ///< of each rank's argument
+  std::vector<int64_t> sizes;  ///< sizes of each rank's argument
   std::function<Tensor(const Tensor&)> run;
   std::function<Tensor(const Tensors& arguments, int rank)> result;
   std::function<Tensor(const Tensors& gradients, int rank)> gradient;
@@ -165,7 +165,7 @@ TEST(Operators, IntegersAreMoved) {
 
 TEST(Operators, ComplexNumbersAreSummedAndMoved) {
   torch::manual_seed(4);
-  const auto x = torch::randn({2, 4, 6}, torch::kComplexDouble);  // by rank
+  const auto x = torch::randn({2, 4, 6}, torch::kComplexDouble);  // rows by rank
   on_ranks(2, [&](int rank) {
     const Tensor own = x[rank].conj();
     const Tensor sum = x[0].conj() + x[1].conj();

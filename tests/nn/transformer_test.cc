@@ -151,7 +151,7 @@ TEST(TransformerLayer, BeginsWithTheSameValuesForAllDegrees) {
   }
 }
 
-/// What rank 0 gives to collectives in a forward and backward pass.
+/// The calls of collectives by rank 0 in a forward and backward pass.
 std::vector<std::string> moved(const Case& test, const std::optional<std::string>& optimize,
                                int64_t* elements) {
   const Outcome outcome = run_layer(test, 2, optimize);
@@ -216,7 +216,7 @@ int count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-/// By the configuration it is no error that the ranks do not divide a sequence: such a call runs as
+/// A sequence that the ranks do not divide is no error of the configuration: such a call runs as
 /// with "speed", and the first one says so. (No other test calls this module with such a sequence.)
 TEST(TransformerLayer, IsWholeForASequenceThatTheRanksDoNotDivide) {
   Case test = layer_cases()[1];

@@ -42,7 +42,7 @@ Tensors without_gradient(const Sample& sample) {
   return result;
 }
 
-/// Pins what is called while the result lives, if there is more than one rank to choose from.
+/// Pins operators called while the result lives, if there is more than one rank to choose from.
 std::unique_ptr<PartitionScope> on_partition(int index, bool pinned) {
   return pinned ? std::make_unique<PartitionScope>(index) : nullptr;
 }
@@ -141,7 +141,7 @@ Outcome run_plain(const Sample& sample) {
   return outcome;
 }
 
-/// What one rank gets.
+/// The outcome on one rank.
 Outcome run_rank(const Sample& sample, bool pinned) {
   Outcome outcome;
   Leaves leaves(sample);
@@ -184,7 +184,7 @@ Outcome run_over_ranks(const Sample& sample, int ranks) {
   return outcome;
 }
 
-/// How what Python gave differs from plain libtorch on the leaves themselves.
+/// How Python's results differ from plain libtorch's on the leaves themselves.
 std::string unlike_python(const Sample& sample) {
   if (sample.random) return "";
   const Leaves leaves(sample);
@@ -218,7 +218,7 @@ std::string without_prefix(const std::string& text) {
   return end == std::string::npos ? text : text.substr(end + 2);
 }
 
-/// What to do comes after what is wrong: a text of one sentence has no remedy.
+/// Refusals say the remedy after the error: a text of one sentence has no remedy.
 bool is_refusal(const std::string& text) {
   const bool internal = text.find("internal error") != std::string::npos ||
                         text.find("This is a bug in smp") != std::string::npos;
@@ -232,7 +232,7 @@ Verdict check_over_ranks(const Sample& sample, int ranks, const Outcome& expecte
     return text.empty() ? Verdict() : Verdict{Kind::kWrong, where + text};
   } catch (const Error& error) {
     const std::string text = without_prefix(error.what_without_backtrace());
-    // libtorch's own errors are passed on as what no refusal is, an Error and no more.
+    // libtorch's own errors are passed on as an Error and no more, which is no refusal.
     if (typeid(error) == typeid(Error)) return {Kind::kWrong, where + "no refusal: " + text};
     return is_refusal(text) ? Verdict{Kind::kRefused, text} : Verdict{Kind::kWrong, where + text};
   } catch (const c10::Error& error) {

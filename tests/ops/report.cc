@@ -15,7 +15,7 @@ namespace {
 constexpr const char* kIntroduction =
     R"(# Operators: libtorch's own samples
 
-libtorch tests its operators and modules on samples of arguments, the OpInfo and ModuleInfo databases of `torch/testing/_internal`. [tests/ops](../tests/ops) runs the smallest sample of each through smp: a step function calls the operators on parameters, and a weighted sum of what they return is the loss. It runs in plain libtorch, on one rank, and on two with the operators on the second; two microbatches, two steps. Outputs and gradients must be equal to the bit. Operators that work in place have samples of their own, and random ones draw from the streams of [capture.md](capture.md#random-numbers). [development.md](development.md#operators) says how to run all samples.
+libtorch tests its operators and modules on samples of arguments, the OpInfo and ModuleInfo databases of `torch/testing/_internal`. [tests/ops](../tests/ops) runs the smallest sample of each through smp: a step function calls the operators on parameters, and a weighted sum of their results is the loss. It runs in plain libtorch, on one rank, and on two with the operators on the second; two microbatches, two steps. Outputs and gradients must be equal to the bit. Operators that work in place have samples of their own, and random ones draw from the streams of [capture.md](capture.md#random-numbers). [development.md](development.md#operators) says how to run all samples.
 
 Made by `bazel run //tests/ops:table > docs/operators.md`.
 
@@ -49,7 +49,7 @@ std::string joined(const Names& names) {
   return text;
 }
 
-/// Rows of what shares a reason, the most frequent first.
+/// Rows of samples that share a reason, the most frequent first.
 class Reasons {
  public:
   void add(const std::string& reason, const std::string& subject, int samples) {

@@ -6,7 +6,7 @@
 
 #include "tests/ops/check.h"
 
-/// What became of the samples of a folder, as numbers and as a page.
+/// The results of a folder's samples, as numbers and as a page.
 namespace smp::op_samples {
 
 /// A sample that was run.

@@ -61,7 +61,7 @@ Sample sample_of(const json& entry, const checkpoint::SafetensorsReader& reader)
   return sample;
 }
 
-/// What JSON has as an object of one member: the kind, and the content.
+/// A value that JSON has as an object of one member: the kind, and the content.
 c10::IValue special_value(const std::string& kind, const json& content, const Tensors& values) {
   if (kind == "tensor") return values.at(content.get<size_t>());
   if (kind == "float") {
@@ -80,7 +80,7 @@ c10::IValue special_value(const std::string& kind, const json& content, const Te
   return at::MemoryFormat::Contiguous;
 }
 
-/// What `x * 2` makes of the 2, which Python sees as a number.
+/// A number like the 2 in `x * 2`, which Python sees as a number.
 at::Tensor wrapped_number(const json& value) {
   const at::Scalar scalar = value.is_boolean()        ? at::Scalar(value.get<bool>())
                             : value.is_number_float() ? at::Scalar(value.get<double>())

@@ -24,14 +24,14 @@ struct Call {
 /// An operator or module of the databases on one set of arguments.
 struct Sample {
   std::string name;  ///< "nn.functional.linear float32 0"
-  Tensors leaves;    ///< what goes in; some require a gradient
+  Tensors leaves;    ///< inputs; some require a gradient
   std::vector<Call> calls;
   std::vector<int> outputs;  ///< numbers of values
   bool random = false;       ///< then nothing is expected
   Tensors expected_outputs;
-  Tensors expected_gradients;  ///< of `weighted_sum`, by leaf; undefined: none
+  Tensors expected_gradients;  ///< gradients of `weighted_sum`, by leaf; undefined: none
 
-  /// What the sample is of: the name without type and number.
+  /// The operator of the sample: the name without type and number.
   std::string subject() const;
 };
 
@@ -42,8 +42,8 @@ struct Skipped {
   int samples = 0;
 };
 
-/// The samples of NAME.json and NAME.safetensors; `path` ends in ".json". Throws for what is no
-/// such file, and for operators that this libtorch does not have.
+/// The samples of NAME.json and NAME.safetensors; `path` ends in ".json". Throws for another kind
+/// of file, and for operators that this libtorch does not have.
 std::vector<Sample> read_samples(const std::string& path);
 
 /// The entries of skipped.json.

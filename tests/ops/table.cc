@@ -6,7 +6,7 @@
 #include "tests/ops/report.h"
 
 /// Prints the page of the samples of a folder; without one, of those in the repository. Ends with
-/// status 1 if something is wrong, and says what on stderr.
+/// status 1 if something is wrong, and reports it on stderr.
 int main(int argc, char** argv) {
   using namespace smp::op_samples;
   const Report report = run_folder(argc > 1 ? argv[1] : "tests/ops/samples");

@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.complex64, torch.int64, torch.bool]
 NAMES = {torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16",
          torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
          torch.uint8: "U8", torch.bool: "BOOL"}
-MOST_BYTES = 1 << 20  # of a sample's tensors
+MOST_BYTES = 1 << 20  # most bytes of a sample's tensors
 FEW_BYTES = 8 << 10  # the same with --few
 MOST_TRIED = 40  # samples of an operator among which --few takes the smallest
 # Operators whose result has no determined content.
@@ -65,7 +65,7 @@ class Recorder:
         self.ids[id(tensor)] = len(self.kept) - 1
 
     def find(self, tensor):
-        """The number of a value. What factories return is a shallow copy of what they made."""
+        """The number of a value. Factories return a shallow copy of their tensor."""
         if id(tensor) in self.ids:
             return self.ids[id(tensor)]
         for index in reversed(range(len(self.kept))):
@@ -152,7 +152,7 @@ def flat_tensors(value):
 
 
 def weighted_sum(outputs):
-    """What the gradients are of; sample_step.cc has the same."""
+    """The loss that gradients are of; sample_step.cc has the same."""
     loss = torch.zeros((), dtype=torch.float64)
     for output in outputs:
         if output.requires_grad:

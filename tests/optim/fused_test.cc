@@ -132,7 +132,7 @@ TEST(Fused, StateFitsThePlainClass) {
   EXPECT_FALSE(torch::allclose(after[0], before));
 }
 
-/// What the kernels do not take goes the plain way, to the bit.
+/// Parameters that the kernels do not take go the plain way, to the bit.
 TEST(Fused, OtherParametersGoThePlainWay) {
   torch::set_num_threads(1);
   const auto train = [](auto&& optimizer, const torch::Tensor& param) {

@@ -18,7 +18,7 @@ namespace {
 using namespace testing;
 using ::testing::HasSubstr;
 
-/// Arithmetic of one parameter, number by number; what apex's FusedLAMB documents.
+/// Arithmetic of one parameter, number by number, as apex's FusedLAMB documents it.
 struct Reference {
   Numbers x, m = Numbers(x.size()), v = Numbers(x.size());
   int step = 0;

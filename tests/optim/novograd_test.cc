@@ -18,7 +18,7 @@ namespace {
 using namespace testing;
 using ::testing::HasSubstr;
 
-/// Arithmetic of one parameter, number by number; what apex's FusedNovoGrad documents.
+/// Arithmetic of one parameter, number by number, as apex's FusedNovoGrad documents it.
 struct Reference {
   Numbers x, m = Numbers(x.size());
   double n = 0;

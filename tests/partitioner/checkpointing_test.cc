@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What runs again in the backward pass, what it costs, and how it is chosen.
+// The candidates of activation checkpointing, their costs, and the choice among them.
 
 #include "partitioner/checkpointing.h"
 
@@ -21,7 +21,7 @@ using testing::GraphBuilder;
 using testing::Ref;
 
 constexpr int64_t kWidth = 4, kRows = 8;
-constexpr int64_t kBytes = kWidth * kRows * 4;  // of each activation
+constexpr int64_t kBytes = kWidth * kRows * 4;  // bytes of each activation
 
 /// "blocks.0", "blocks.1" ...: a layer each, and tanh, which has no parameters; then a loss.
 /// Operators: t, addmm and tanh of each block, sum.
@@ -83,7 +83,7 @@ TEST(ModuleRegions, GroupsStartAnewOnEachStage) {
   };
   EXPECT_EQ(regions(2, {}), Regions({0, 0, 1, 1, 2}));
   EXPECT_EQ(regions(0, {}), Regions({0, 0, 0, 0, 0}));
-  // As documented: [a, b | c, d, e] with group_3 gives (a, b), (c, d, e).
+  // The documented case: [a, b | c, d, e] with group_3 gives (a, b), (c, d, e).
   std::vector<int> stages(graph.operators.size(), 1);
   std::fill_n(stages.begin(), 6, 0);
   EXPECT_EQ(regions(3, stages), Regions({0, 0, 1, 1, 1}));
@@ -101,7 +101,8 @@ TEST(RegionCosts, AreInputsAndASecondForward) {
   const graph::Graph costed = with_regions(graph, regions);
   const auto& before = graph.operators;
   const auto& after = costed.operators;
-  // The first block reads the step's input, which is there anyway; the second one what tanh makes.
+  // The first block reads the step's input, which is there anyway; the second one the result of
+  // tanh.
   EXPECT_EQ(after[1].cost.saved_bytes, 0);
   EXPECT_EQ(after[2].cost.saved_bytes, kBytes);
   EXPECT_EQ(after[4].cost.saved_bytes, 0);
@@ -116,7 +117,7 @@ TEST(RegionCosts, AreInputsAndASecondForward) {
   }
   EXPECT_EQ(largest_region_bytes(graph, regions), 2 * kBytes);
   EXPECT_EQ(largest_region_bytes(graph, find_module_regions(graph, {{{"blocks"}, 1}})), 5 * kBytes);
-  // What comes from another stage is counted there, with what it receives.
+  // Inputs from another stage are counted there, among those that it receives.
   std::vector<int> stages(graph.operators.size(), 1);
   std::fill_n(stages.begin(), 3, 0);
   const Regions divided = find_module_regions(graph, {{{"blocks.0", "blocks.1"}, 1}}, stages);
@@ -145,7 +146,7 @@ TEST(ChooseModules, TakesTheCheapestThatFreeMostUntilItFits) {
   };
   const int64_t plain = memory({});
   EXPECT_TRUE(choose_modules(graph, plan, step, plain, {})->empty());
-  // Block 0 keeps nothing at all, others their input. Of them the first ones run faster.
+  // Block 0 keeps nothing at all, others their input. The first of these run faster.
   const auto chosen = choose_modules(graph, plan, step, plain - 1, {});
   ASSERT_TRUE(chosen.has_value());
   ASSERT_EQ(chosen->size(), 1u);

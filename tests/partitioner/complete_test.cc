@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows from the stages of a plan: transfers, owners, replicas, and where gradients go.
+// The consequences of a plan's stages: transfers, owners, replicas, and where gradients go.
 
 #include "partitioner/complete.h"
 

@@ -27,7 +27,7 @@ using testing::GraphBuilder;
 using testing::Ref;
 using ::testing::StartsWith;
 
-/// Of the only operator of a graph.
+/// The operations of the only operator of a graph.
 double flops_of(const std::string& op,
                 const std::function<std::vector<testing::Arg>(GraphBuilder&)>& arguments) {
   GraphBuilder b;

@@ -24,8 +24,8 @@ std::vector<int> stages_of_cuts(size_t operators, const std::vector<int>& cuts) 
   return stages;
 }
 
-/// True if a run in stages gives the outputs, and leaves in what it writes, exactly what the
-/// program in one piece does. A run may be impossible: a value that never arrives.
+/// True if a run in stages gives the outputs, and the writes, of the program in one piece, exactly.
+/// A run may be impossible: a value that never arrives.
 bool same_results(RandomProgram& program, const Plan& plan) {
   const Graph& graph = program.graph();
   const StagedRun run(graph, plan, program.initial());
@@ -160,7 +160,7 @@ TEST(LegalCuts, KeepsTheUsersOfAWeightInOneAutocastScopeTogether) {
   EXPECT_EQ(why_illegal(b.graph(), 1), "") << "without gradients it does not matter";
 }
 
-/// Only the stage that made the view knows what it is a view of.
+/// Only the stage that made the view knows its base.
 TEST(LegalCuts, KeepsAViewWithWhatTurnsItUnderNoGrad) {
   GraphBuilder b;
   const Ref w = b.parameter("w", at::ones({4, 2}));

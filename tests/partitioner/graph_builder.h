@@ -83,7 +83,7 @@ class GraphBuilder {
     return ref;
   }
 
-  /// Runs "aten::add.Tensor" or the like and records it; the first result. Throws what it throws.
+  /// Runs "aten::add.Tensor" or the like and records it; the first result. Throws its errors.
   Ref op(const std::string& name, const std::vector<Arg>& args) {
     const size_t dot = name.find('.');
     graph::Operator op(c10::Dispatcher::singleton().findSchemaOrThrow(

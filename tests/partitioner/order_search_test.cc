@@ -153,7 +153,7 @@ TEST(CheaperOrder, OneStageOrNothingToReorder) {
   EXPECT_THAT(cheaper_order(network(4, {}, {}), 0), IsEmpty());
 }
 
-/// All orders that keep what is before what.
+/// All orders that keep the required sequence.
 void each_order(const OrderProblem& problem, std::vector<int>& order,
                 const std::function<void()>& visit) {
   if (static_cast<int>(order.size()) == problem.operators()) return visit();

@@ -52,7 +52,7 @@ TEST(OrderRules, DataAndWrites) {
   const Ref y = b.op("aten::relu", {x});   // 0
   const Ref view = b.op("aten::t", {y});   // 1
   const Ref z = b.op("aten::relu", {x});   // 2: independent
-  b.op("aten::add_.Tensor", {y, z, 1});    // 3: writes what 1 sees
+  b.op("aten::add_.Tensor", {y, z, 1});    // 3: writes the memory that 1 sees
   b.op("aten::mul.Tensor", {view, view});  // 4
   EXPECT_EQ(pairs(b.graph(), Kind::kData), (Pairs{{0, 1}, {0, 3}, {1, 4}, {2, 3}}));
   EXPECT_EQ(pairs(b.graph(), Kind::kStorage), (Pairs{{0, 1}, {1, 3}, {3, 4}}));
@@ -112,10 +112,10 @@ TEST(OrderRules, GradientsAreAddedInTheOrderOfTheProgram) {
 
 // ---- Against execution ---------------------------------------------------------------------
 
-/// What a graph leaves behind that runs in a certain order in one process.
+/// The results of a graph that runs in a certain order in one process.
 struct Outcome {
   std::vector<at::Tensor> values;     ///< at the end
-  std::vector<at::Tensor> gradients;  ///< of what was there before
+  std::vector<at::Tensor> gradients;  ///< gradients of the tensors that were there before
 
   bool operator==(const Outcome& other) const {
     return std::equal(values.begin(), values.end(), other.values.begin(), same) &&
@@ -175,13 +175,13 @@ std::vector<OrderRule> without(std::vector<OrderRule> rules, Kind kind) {
   return rules;
 }
 
-/// A program and what it starts from: random numbers, whose sums are not exact.
+/// A program and its inputs: random numbers, whose sums are not exact.
 struct Subject {
   Graph graph;
   std::vector<at::Tensor> initial;
 };
 
-/// With views and in-place operators.
+/// A program with views and in-place operators.
 Subject random_program(int seed) {
   RandomProgram program(seed, /*train=*/true);
   at::manual_seed(seed);
@@ -193,7 +193,7 @@ Subject random_program(int seed) {
   return subject;
 }
 
-/// With tensors that many operators use, whose gradients are sums of many.
+/// A program with tensors that many operators use, whose gradients are sums of many.
 Subject fan_out(int seed) {
   std::mt19937 random(seed);
   at::manual_seed(seed);
@@ -216,7 +216,7 @@ Subject fan_out(int seed) {
   return subject;
 }
 
-/// What came of running programs in random orders.
+/// The results of running programs in random orders.
 struct Differences {
   int reordered = 0;  ///< programs that ran in another order than their own
   int different = 0;  ///< programs that gave other bits, or an error

@@ -46,7 +46,7 @@ int64_t to_units(const Graph& graph, double us) {
   return std::llround(us * 1e12 / total);
 }
 
-/// Of graphs that do not train.
+/// The score of graphs that do not train.
 std::optional<Score> score(const Graph& graph, const std::vector<int>& stages,
                            const std::vector<int>& ranks, const Owners& owner, int microbatches) {
   Plan plan = complete_plan(graph, ranks, stages, owner);
@@ -143,7 +143,7 @@ TEST(Partition, EqualsBruteForceOnRandomPrograms) {
       expected = brute_force(graph, ranks, constraints.pins, owner, microbatches);
       revisited += expected && static_cast<int>(ranks.size()) > partitions ? 1 : 0;
     } catch (const PartitionError&) {
-      continue;  // one operator writes what two ranks own
+      continue;  // one operator writes tensors of two ranks
     }
     if (!expected) {
       ++impossible;

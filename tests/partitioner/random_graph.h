@@ -98,7 +98,7 @@ class RandomProgram {
     }
   }
 
-  /// As in C++: the tensor object goes on under the id of the operator's result.
+  /// Writes in place as C++ does: the tensor object goes on under the id of the operator's result.
   void in_place(size_t a, Ref result) { live_[a] = result; }
 
   /// The sum of the last tensor that requires grad.

@@ -19,7 +19,7 @@ namespace {
 struct Tensor {
   int producer = -1;
   std::set<int> users;
-  PieceUse use;  ///< what every use of it costs
+  PieceUse use;  ///< the cost of every use of it
 };
 
 struct Case {
@@ -27,7 +27,7 @@ struct Case {
   std::vector<Tensor> tensors;
 };
 
-/// What a choice of cuts is worth, straight from the definition.
+/// The value of a choice of cuts, straight from the definition.
 SplitScore score(const Case& c, const std::vector<int>& cuts) {
   const SplitProblem& problem = c.problem;
   const auto stage_of = [&](int piece) {

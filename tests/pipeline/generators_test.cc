@@ -92,7 +92,7 @@ TEST(AllSchedules, NeedOneMessagePerChannelIfTheyReceiveInTime) {
   });
 }
 
-// What docs/schedules.md says of the messages that a channel must hold otherwise.
+// The numbers of messages in docs/schedules.md that a channel must hold otherwise.
 TEST(AllSchedules, NeedSoManyMessagesPerChannelOtherwise) {
   for_all([](const ScheduleKind& kind, const ScheduleOptions& options) {
     if (kind.placement == Placement::kAny) {
@@ -134,12 +134,12 @@ TEST(AllSchedules, SplitOnlyWhereTheySayThatTheyDo) {
   });
 }
 
-// --- time and memory are what the formulas say ------------------------------------------------
+// --- time and memory follow the formulas -------------------------------------------------------
 //
 // p ranks, m microbatches, v stages on each rank, all of them with F = I = W = 1, B = 2 and one
 // unit of memory. In the formulas F, B, I and W are the times of a whole rank.
 
-/// What a schedule should take beyond m v (F + B), the time in which a rank does its work.
+/// The time that a schedule should take beyond m v (F + B), the time of a rank's work.
 void expect_idle(const Simulation& simulation, const ScheduleOptions& options, int idle) {
   const int work = 3 * options.microbatches() * options.stages() / options.ranks();
   EXPECT_EQ(simulation.makespan, work + idle);
@@ -264,10 +264,10 @@ TEST(Formulas, ZeroBubbleV) {
   });
 }
 
-// p + 1/2 microbatches of a rank kept, the README of DeepSeek's DualPipe (PP + 1 stages' for
-// PP = 2 p). Its idle time, (PP / 2 - 1) (F&B + B - 3 W), counts a forward and a backward that
-// overlap as one action. Here one runs after the other, and what the first makes is sent before
-// the second: what remains is that the last rank begins (p - 1) F / 2 later.
+// p + 1/2 microbatches of a rank kept, the README of DeepSeek's DualPipe (PP + 1 stages' for PP = 2
+// p). Its idle time, (PP / 2 - 1) (F&B + B - 3 W), counts a forward and a backward that overlap as
+// one action. Here one runs after the other, and the first one's results are sent before the
+// second: the rest is that the last rank begins (p - 1) F / 2 later.
 TEST(Formulas, DualPipeV) {
   const auto enough = [](int p) { return 2 * p; };
   with_each("dualpipe_v", enough, [](const Simulation& simulation, const ScheduleOptions& options) {
@@ -303,8 +303,8 @@ TEST(Formulas, HoldForOtherTimes) {
   }
 }
 
-// With one direction of flow and equal stages, no order can take less than the work of a rank and
-// the way of the first values to the last rank.
+// No order can take less than the work of a rank and the way of the first values to the last rank,
+// if there is one direction of flow and stages are equal.
 TEST(Formulas, NothingBeatsTheLimit) {
   for_all([](const ScheduleKind& kind, const ScheduleOptions& options) {
     const int work =

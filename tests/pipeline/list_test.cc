@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <limits>
 #include <random>
@@ -71,17 +72,17 @@ double peak_of(const std::vector<Action>& order, const StageCosts& costs) {
   return peak;
 }
 
-/// One stage on each rank, connected as a chain: the time of an order by its recursion. Ends are
-/// NaN until they are known.
-double makespan_of(const std::vector<const std::vector<Action>*>& orders, int microbatches,
-                   const StageCosts& costs) {
-  const size_t stages = orders.size();
+/// One stage on each rank, connected as a chain: the time of an order by its recursion. It is asked
+/// for millions of orders, and so allocates nothing.
+double makespan_of(const std::vector<const std::vector<Action>*>& orders, const StageCosts& costs) {
+  constexpr size_t kMostStages = 3, kMostMicrobatches = 4;
   constexpr double kUnknown = -1;
-  std::vector<std::vector<double>> forwards(
-      stages, std::vector<double>(static_cast<size_t>(microbatches), kUnknown));
-  auto inputs = forwards;
-  std::vector<size_t> positions(stages, 0);
-  std::vector<double> clocks(stages, 0);
+  const size_t stages = orders.size();
+  double forwards[kMostStages][kMostMicrobatches], inputs[kMostStages][kMostMicrobatches];
+  std::fill_n(&forwards[0][0], kMostStages * kMostMicrobatches, kUnknown);
+  std::fill_n(&inputs[0][0], kMostStages * kMostMicrobatches, kUnknown);
+  std::array<size_t, kMostStages> positions{};
+  std::array<double, kMostStages> clocks{};
   for (bool progress = true; progress;) {
     progress = false;
     for (size_t s = 0; s < stages; ++s) {
@@ -131,10 +132,10 @@ double brute_force(const ScheduleOptions& options) {
   }
   double best = std::numeric_limits<double>::infinity();
   std::vector<size_t> chosen(orders.size(), 0);
+  std::vector<const std::vector<Action>*> tried(orders.size());
   for (;;) {
-    std::vector<const std::vector<Action>*> tried;
-    for (size_t s = 0; s < orders.size(); ++s) tried.push_back(&orders[s][chosen[s]]);
-    best = std::min(best, makespan_of(tried, options.microbatches(), costs));
+    for (size_t s = 0; s < orders.size(); ++s) tried[s] = &orders[s][chosen[s]];
+    best = std::min(best, makespan_of(tried, costs));
     size_t s = 0;
     while (s < orders.size() && ++chosen[s] == orders[s].size()) chosen[s++] = 0;
     if (s == orders.size()) return best;

@@ -81,7 +81,7 @@ StageCosts known_costs() {
   return costs;
 }
 
-/// A step that takes exactly what `costs` say.
+/// A step that takes exactly the time in `costs`.
 StepTimeline step_of(const Schedule& schedule, const StageCosts& costs) {
   return predicted_timeline(simulate(schedule, chain_edges(schedule.stages()), costs));
 }
@@ -128,7 +128,7 @@ TEST(MeasuredCosts, AreMediansOverMicrobatches) {
   for (Timeline& timeline : steps) {
     for (Lane& lane : timeline.measured[0].lanes) {
       for (TimedAction& timed : lane.actions) {
-        // Of five microbatches one is slow and one fast.
+        // One of five microbatches is slow and one fast.
         if (timed.action.microbatch == 1 && timed.action.is_compute()) timed.end += 1000;
         if (timed.action.microbatch == 2 && timed.action.is_compute()) timed.end = timed.start;
       }

@@ -109,7 +109,7 @@ TEST(Message, CarriesUndefinedTensors) {
   EXPECT_TRUE(at::equal(got[1], defined));
 }
 
-/// What the backward pass of `sign` makes: reading its memory would end the process.
+/// The zeros are the backward pass of `sign`: reading their memory would end the process.
 TEST(Message, CarriesZerosThatHaveNoMemory) {
   const auto zeros = at::_efficientzerotensor({3, 4}, at::kFloat);
   const auto ones = at::ones({5});

@@ -73,7 +73,7 @@ class Interpreter {
     return nullptr;
   }
 
-  /// Whether what one stage makes is at another one's disposal.
+  /// Whether the result of one stage is at another one's disposal.
   bool has(int stage, int m, int source, bool backward) const {
     const auto& made = backward ? gradients_ : values_;
     return schedule_.rank_of(stage) == schedule_.rank_of(source)
@@ -176,7 +176,7 @@ class Interpreter {
   std::set<std::pair<int, int>> values_;         // made by a stage, of a microbatch
   std::set<std::pair<int, int>> gradients_;      // likewise
   std::set<std::pair<int, int>> halves_;         // backwards of which only the first half was run
-  std::map<int, int> forwards_;                  // by stage
+  std::map<int, int> forwards_;                  // forwards by stage
   std::map<int, int> inputs_;
   std::map<int, int> sums_;
   std::set<int> reduced_;
@@ -187,7 +187,7 @@ class Mutator {
  public:
   explicit Mutator(unsigned seed) : random_(seed) {}
 
-  /// What was done, for the message of a failure.
+  /// Mutates and returns words for it, for the message of a failure.
   std::string mutate(Schedule& schedule) {
     const int rank = below(schedule.ranks());
     auto& list = schedule.actions(rank);

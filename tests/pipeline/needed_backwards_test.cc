@@ -35,8 +35,8 @@ TEST(NeededBackwards, TheFirstStageRunsForwardsOnly) {
   EXPECT_TRUE(schedule.has_backward(1));
 }
 
-// By what is there, counted: every stage that needs a backward has one for each microbatch, whole
-// or in halves, and the others have none.
+// Counts the actions that are there: every stage that needs a backward has one for each microbatch,
+// whole or in halves, and the others have none.
 TEST(NeededBackwards, EveryScheduleHasTheseAndNoOthers) {
   for (const auto& kind : schedule_kinds()) {
     for (const int ranks : {2, 3}) {

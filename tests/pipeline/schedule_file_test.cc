@@ -55,7 +55,7 @@ TEST(Csv, KeepsEveryComputeOrder) {
   }
 }
 
-// What torch's _dump_csv writes: blank cells for idle time, and lines that end as in DOS.
+// The output of torch's _dump_csv: blank cells for idle time, and lines that end as in DOS.
 TEST(Csv, ReadsWhatTorchWrites) {
   const auto order = schedule_from_csv(
       "0F0,0F1,,,0B0,,0B1\r\n"

@@ -31,7 +31,7 @@ std::string shown(const std::string& text) {
   return result;
 }
 
-/// What the picture of a kind is made for.
+/// The options of a kind's picture.
 ScheduleOptions pictured(const ScheduleKind& kind) {
   if (kind.name == "list") {
     auto costs = StageCosts::uniform(4);

@@ -244,7 +244,7 @@ TEST(Exhaustive, InterleavedIsVerifiedAndMatchesTheFormulas) {
     EXPECT_EQ(parse_schedule(to_string(schedule)), schedule);
 
     const auto run = simulate(schedule, options.edges(), StageCosts::unit(stages));
-    // As many groups of `active` microbatches as there are, one round trip each, then the rest.
+    // There are as many groups of `active` microbatches as fit, one round trip each, then the rest.
     const int rounds = (microbatches - 1) / std::min(active, stages);
     const int rest = (microbatches - 1) % std::min(active, stages);
     EXPECT_EQ(run.makespan, 2 * (stages * (rounds + 1) + rest));

@@ -111,7 +111,7 @@ class Result(unittest.TestResult):
 
 
 def reason_of(text):
-    """The line of a traceback that says what was wrong."""
+    """The line of a traceback that tells the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failure)\b", line)]
     return (named or lines or ["no text"])[-1][:300]

@@ -7,12 +7,14 @@ Makes pairs of processes for each way to end, by the last line of a script, whil
 complete what it has started. Forks instead of starting Python anew, to make many.
 """
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
 
 import torch
+import torch._dynamo  # each process that trains would import it by DistributedDataParallel
 import torch.distributed as dist
 
 import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
@@ -57,6 +59,7 @@ def child(rank, end, store):
 def main():
     """Returns in the children, too, which so end as any script."""
     folder, pairs = tempfile.mkdtemp(), int(sys.argv[1])
+    gc.freeze()  # no child goes through all of torch's objects when it ends
     for number in range(pairs):
         for end in ENDS:
             processes = {}

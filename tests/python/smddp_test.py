@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.distributed does over the backend "smddp", held against gloo and one plain process.
+"""The collectives of torch.distributed over the backend "smddp", held against gloo and one plain
+process.
 
 Run on every rank: docs/smddp.md gives the commands. Any failed assertion fails the job.
 """
@@ -310,7 +311,7 @@ def test_errors(group):
 
 
 def test_again():
-    """The store of torchrun keeps what earlier groups of these processes have left there."""
+    """The store of torchrun keeps the entries of earlier groups of these processes."""
     for _ in range(4):
         dist.destroy_process_group()
         dist.init_process_group(backend="smddp")

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # usage: smddp_test.sh LIBTORCH PACKAGES SMDDP SCRIPT VARIABLES
-# Runs by torchrun the backend's own test and the documented script, and programs that end without
-# a word, SMDDP_PAIRS of each kind if the environment has that. VARIABLES is a script that sets what
-# torchrun sets, and needs no torch for that.
+# Runs by torchrun the backend's own test and the documented script, and programs that end without a
+# word, SMDDP_PAIRS of each kind if the environment has that. VARIABLES is a script that sets
+# torchrun's variables, and needs no torch for that.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 where=("${@:1:3}")
@@ -12,11 +12,14 @@ work=$TEST_TMPDIR
 export HOME=$work OMP_NUM_THREADS=1
 failures=0
 
+# seconds_left: in which a command may end, since Bazel would not show its output.
+seconds_left() { echo $((${TEST_TIMEOUT:-900} - SECONDS - 30)); }
+
 # run WHAT COMMAND...: with torch; counts failures.
 run() {
   local start=$SECONDS what=$1
   shift
-  if bash "$here/with_torch.sh" "${where[@]}" "$work" timeout --kill-after=5 240 "$@" \
+  if bash "$here/with_torch.sh" "${where[@]}" "$work" timeout --kill-after=5 "$(seconds_left)" "$@" \
     >"$work/log" 2>&1; then
     printf 'ok    %s (%d s)\n' "$what" $((SECONDS - start))
   else
@@ -35,7 +38,7 @@ on 2 "the backend" "$here/smddp_test.py"
 on 3 "the backend" "$here/smddp_test.py"
 run "ends without destroy_process_group" python3 "$here/smddp_exit.py" "${SMDDP_PAIRS:-1}"
 
-# The documented script: with dropout what gloo trains, without it what one process does, and the
+# The documented script: with dropout the results of gloo, without it those of one process, and the
 # same whether it was saved and loaded or not.
 run "digits" python3 - "$work" <<'PYTHON'
 import sys
@@ -60,7 +63,7 @@ script() {
     --save-weights "$work/${name}_{}.pt" "${@:3}")
   case $launcher in
     torchrun) on 2 "the script, $name" "${arguments[@]}" ;;
-    variables) run "the script, $name" bash "$variables" 2 240 python3 "${arguments[@]}" ;;
+    variables) run "the script, $name" bash "$variables" 2 "$(seconds_left)" python3 "${arguments[@]}" ;;
     none) run "the script, $name" python3 "${arguments[@]}" ;;
   esac
 }

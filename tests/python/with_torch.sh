@@ -6,9 +6,9 @@
 # smdistributed (SMDDP is a file in the folder that holds it, below smdistributed).
 #
 # That torch is linked against libraries of CUDA, gigabytes that nothing here calls. For those that
-# are missing, FOLDER gets stand-ins. They hold only what is looked up when a library is loaded, which
-# are functions whose address is taken; others are looked up when they are called first. A FOLDER that
-# has them is used as it is.
+# are missing, FOLDER gets stand-ins. They hold only the symbols looked up when a library is loaded,
+# which are functions whose address is taken; others are looked up when they are called first. A
+# FOLDER that has them is used as it is.
 set -u
 torch=$(realpath "$1") && torch=${torch%/torch/*}
 packages=$(dirname "$(realpath "$2")")

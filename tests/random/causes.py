@@ -20,7 +20,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 TARGETS = ["//tests/random:found_test", "//tests/random:random_test"]
 
-# Name, what is wrong again, file, the place as it is, the place with the cause.
+# Name, the repeated fault, file, the place as it is, the place with the cause.
 CAUSES = [
     ("overlap", "a write through an overlapping view may lie on the other side of a cut",
      "partitioner/cuts.cc",
@@ -79,7 +79,7 @@ CAUSES = [
      "const bool on_message = !c10::isComplexType(meta.dtype);",
      "const bool on_message = true || !c10::isComplexType(meta.dtype);"),
     ("spread", "the function's other views do not show a history that a write gave their memory",
-     "graph/tracer.cc",
+     "graph/tracer_histories.cc",
      "if (!std::exchange(history_begins_, false)) return;",
      "if (std::exchange(history_begins_, false) || true) return;"),
     ("variable", "nobody holds the end of a variable's history that autocast casts",

@@ -29,7 +29,7 @@ using partitioner::Plan;
 
 constexpr int kMostStages = 4;
 
-/// Gives values other alias sets and translates what operators write: the sets of the arguments
+/// Gives values other alias sets and translates the writes of operators: the sets of the arguments
 /// that they write.
 void set_aliases(Graph& graph, const std::vector<int>& alias_sets) {
   for (Operator& op : graph.operators) {
@@ -103,7 +103,7 @@ Graph with_backward_at_the_end(Graph graph) {
   return graph;
 }
 
-/// What the planner and the stages believe of the graph.
+/// The graph that the planner and the stages believe in.
 Graph believed(const Graph& graph, Fault fault, Random& random) {
   switch (fault) {
     case Fault::kNoWrites:
@@ -144,7 +144,7 @@ std::vector<int> random_stages(const std::vector<bool>& legal, Random& random) {
 std::vector<int> random_ranks(int stages, Random& random) {
   std::vector<int> ranks = partitioner::one_stage_per_rank(stages);
   if (random.chance(40)) return ranks;
-  if (stages % 2 == 0 && random.chance(40)) {  // as schedules with several stages a rank need them
+  if (stages % 2 == 0 && random.chance(40)) {  // schedules with several stages a rank
     using Options = pipeline::ScheduleOptions;
     return (random.chance(50) ? Options::v_shaped(stages / 2, 1)
                               : Options::looped(stages / 2, 2, 1))
@@ -199,7 +199,7 @@ std::string message_of(const std::exception& error) {
   return ours == nullptr ? error.what() : ours->what_without_backtrace();
 }
 
-/// What `action` throws, as text; empty if it throws nothing.
+/// The text of the error that `action` throws; empty if there is none.
 template <class Action>
 std::string error_of(const Action& action) {
   try {
@@ -229,7 +229,7 @@ void judge(const Program& program, const Trial& trial, Fault fault, uint64_t cut
   const std::unique_ptr<Graph> captured = capture(program, trial);
   Graph graph = believed(*captured, fault, random);
   for (graph::Value& value :
-       graph.values) {  // a run that does not know of a write spoils what it reads
+       graph.values) {  // a run that does not know of a write spoils its inputs
     if (value.content.defined()) value.content = value.content.clone();
   }
   verdict.operators = static_cast<int>(graph.operators.size());
@@ -273,7 +273,7 @@ bool drop_instruction(Program& program, size_t index) {
   return true;
 }
 
-/// Drops what of a list can be dropped, the last first.
+/// Drops the items of a list that can be dropped, the last first.
 template <class T, class Fails>
 bool shrink_list(Program& program, std::vector<T> Program::*list, const Fails& fails) {
   bool smaller = false;

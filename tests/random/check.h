@@ -10,10 +10,10 @@
 #include "tests/random/program.h"
 
 /// Whether a random program gives the same bits over thread ranks as in one process, also with
-/// faults planted in what is known of its aliases.
+/// faults planted in the knowledge of its aliases.
 namespace smp::random_programs {
 
-/// What is done wrong on purpose, to see that the check notices.
+/// The fault made on purpose, to see that the check notices.
 enum class Fault {
   kNone,
   kEveryCut,        ///< programs are cut anywhere
@@ -24,8 +24,8 @@ enum class Fault {
   kStaleHops,       ///< a value travels from its producer, not from the stage that wrote it last
   kEarlyEnds,       ///< outputs and roots are taken where they are made, not where last written
   kGradientsApart,  ///< gradients are not followed through views
-  kLateRoots,       ///< what backward was called on is taken as it is at the end
-  kLateWrites,      ///< what is written after backward is written in place
+  kLateRoots,       ///< roots of backward are taken as they are at the end
+  kLateWrites,      ///< writes after backward are in place
 };
 
 const char* to_string(Fault fault);
@@ -34,12 +34,12 @@ const char* to_string(Fault fault);
 struct Verdict {
   /// Why eager libtorch cannot run the program; empty if it can.
   std::string skipped;
-  /// What differs, with the plan; empty if nothing does.
+  /// The difference, with the plan; empty if there is none.
   std::string failure;
-  /// What `verify_plan` says of the plan, given the graph without faults; empty: it is right.
+  /// The error of `verify_plan` for the plan, given the graph without faults; empty: it is right.
   std::string rejection;
-  /// With a fault: what differs when stages that know the graph without it run a plan that
-  /// `verify_plan` accepts. What a stage forgets to copy is no matter of plans.
+  /// The difference with a fault when stages that know the graph without it run a plan that
+  /// `verify_plan` accepts. A copy that a stage forgets is no matter of plans.
   std::string accepted_failure;
   int stages = 1;
   int operators = 0;

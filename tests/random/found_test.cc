@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What random programs have found, as small programs.
+// Bugs that random programs have found, as small programs.
 
 #include <gtest/gtest.h>
 
@@ -183,7 +183,7 @@ TEST(FoundPrograms, AnEmptyPartOfABufferIsWrittenAfterBackward) {
   program.expect_equal();
 }
 
-/// What a buffer was given a history by gives one to the memory that it is added to.
+/// The operator that gave a buffer a history gives one to the memory that it is added to.
 TEST(FoundPrograms, ASlopeOfMemoryThatGotItsHistoryFromABuffer) {
   Writer program;
   const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
@@ -209,7 +209,7 @@ TEST(FoundPrograms, APartOfAnEmptyTensorIsWrittenAfterBackward) {
   program.expect_equal();
 }
 
-/// The gradient of what is written through an overlapping view depends on the memory below it.
+/// The gradient of a write through an overlapping view depends on the memory below it.
 TEST(FoundPrograms, AnOverlappingViewIsWritten) {
   Writer program;
   const int input = program.leaf(Kind::kInput, "0", {4, 6});
@@ -260,8 +260,8 @@ TEST(FoundPrograms, ABufferIsAnOutBeforeItGetsItsHistory) {
   program.expect_equal();
 }
 
-/// What a list operator writes has another history from then on, though the operator returns
-/// nothing.
+/// A tensor that a list operator writes has another history from then on, though the operator
+/// returns nothing.
 TEST(FoundPrograms, ASlopeWithRespectToWhatAListOperatorWroteSince) {
   Writer program;
   const int input = program.leaf(Kind::kInput, "0", {4, 6});
@@ -290,8 +290,8 @@ TEST(FoundPrograms, AnInputIsViewedInPlace) {
   program.expect_equal();
 }
 
-/// A list operator returns nothing, and yet what it writes leads to what it read, which another
-/// stage has made.
+/// A list operator returns nothing, and yet its writes lead to its reads, which another stage has
+/// made.
 TEST(FoundPrograms, AListIsWrittenFromWhatRequiresAGradient) {
   Writer program;
   const int input = program.leaf(Kind::kInput, "0", {4, 6});
@@ -308,7 +308,8 @@ TEST(FoundPrograms, AListIsWrittenFromWhatRequiresAGradient) {
   program.expect_equal();
 }
 
-/// A capture on data lets go of what the program cannot reach any more, and of nothing else.
+/// A capture on data lets go of tensors that the program cannot reach any more, and of nothing
+/// else.
 TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
   Writer program;
   const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});
@@ -320,7 +321,7 @@ TEST(FoundPrograms, AVariableIsReadAgainMuchLater) {
   program.expect_equal();
 }
 
-/// Nobody but the library holds the end of the variable's history, which is one in all scopes.
+/// Only the library holds the end of the variable's history, which is one in all scopes.
 TEST(FoundPrograms, AVariableIsReadUnderAutocast) {
   Writer program;
   const int input = program.leaf(Kind::kInput, "0", {4, 6});
@@ -395,7 +396,7 @@ TEST(FoundPrograms, AViewMadeUnderNoGradCrossesACut) {
   program.expect_equal();
 }
 
-/// It is the tensor that it was, whoever read it before.
+/// It is the tensor that it was, whichever operator read it before.
 TEST(FoundPrograms, ASlopeWithRespectToWhatWasWrittenUnderNoGrad) {
   constexpr Mode kNoGrad = {/*no_grad=*/true, /*autocast=*/false};
   for (const bool shape : {true, false}) {
@@ -413,8 +414,8 @@ TEST(FoundPrograms, ASlopeWithRespectToWhatWasWrittenUnderNoGrad) {
   }
 }
 
-/// A view that is older than its history: the write that made what it differentiates with respect
-/// to gave both of them one.
+/// A view that is older than its history: the write that made the value with respect to which it
+/// differentiates gave both of them one.
 TEST(FoundPrograms, ASlopeOfAnOlderViewOfWhatWasWritten) {
   Writer program;
   const int weight = program.leaf(Kind::kParameter, "weight", {6});
@@ -443,7 +444,7 @@ TEST(FoundPrograms, AVariableIsMadeAndWrittenUnderNoGrad) {
   program.expect_equal();
 }
 
-/// The gradient of what is written through a view is laid out anew on the way back.
+/// The gradient of a write through a view is laid out anew on the way back.
 TEST(FoundPrograms, AViewIsWrittenBeyondACut) {
   Writer program;
   const int bias = program.leaf(Kind::kParameter, "bias", {2});
@@ -480,7 +481,7 @@ TEST(FoundPrograms, WhatWasDetachedInPlaceIsWrittenAndSeenThroughAView) {
   program.expect_equal();
 }
 
-/// What is kept of a gradient needs no history, which libtorch lets nobody ask this view for.
+/// The kept tensor of a gradient needs no history, which libtorch refuses to tell of this view.
 TEST(FoundPrograms, TheGradientOfARootIsAViewWrittenUnderNoGrad) {
   constexpr Mode kNoGrad = {/*no_grad=*/true, /*autocast=*/false};
   Writer program;
@@ -494,7 +495,7 @@ TEST(FoundPrograms, TheGradientOfARootIsAViewWrittenUnderNoGrad) {
   program.expect_equal();
 }
 
-/// It shares the memory of what is written with a history, and is no view of it.
+/// It shares memory that is written with a history, and is no view of it.
 TEST(FoundPrograms, ABufferIsAddedToItselfAndItsDetachedViewIsWritten) {
   Writer program;
   const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});

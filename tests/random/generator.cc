@@ -56,7 +56,7 @@ class Generator {
     }
   }
 
-  /// Changes what the backward pass began with, after it.
+  /// Changes the roots of the backward pass, after it.
   void write_roots() {
     for (const Root& root : program_.roots) {
       for (int index : {root.value, root.gradient}) {
@@ -121,7 +121,7 @@ class Generator {
     return index < static_cast<int>(program_.leaves.size()) && program_.leaves[index].name == name;
   }
 
-  /// False for what a step must not write: the storage of parameters and constants.
+  /// False for a tensor that a step must not write: the storage of parameters and constants.
   bool writable(const at::Tensor& tensor) const {
     for (size_t i = 0; i < program_.leaves.size(); ++i) {
       const Leaf::Kind kind = program_.leaves[i].kind;
@@ -152,11 +152,11 @@ class Generator {
         return true;
       case 'f':  // floating
         return floating;
-      case 'd':  // with axes
+      case 'd':  // tensor with axes
         return floating && tensor.dim() >= 1;
       case 'm':  // a matrix
         return floating && tensor.dim() == 2;
-      case '3':  // with three axes
+      case '3':  // tensor with three axes
         return floating && tensor.dim() == 3 && same_type();
       case 'c':
         return tensor.is_complex();
@@ -172,7 +172,7 @@ class Generator {
       case 'e':  // expands to the first
         return (floating || tensor.scalar_type() == at::kLong) &&
                expands_to(tensor, before[0].sizes());
-      case 's':  // of the shape and type of the first
+      case 's':  // tensor of the shape and type of the first
         return tensor.sizes() == before[0].sizes() && same_type();
       case 'k':  // second factor of a product with the first
         return floating && tensor.dim() == 2 && tensor.size(0) == last_size() && same_type();
@@ -183,7 +183,7 @@ class Generator {
                (before.empty() || tensor.size(0) == last_size());
       case 'B':  // the bias of a linear layer
         return floating && tensor.dim() == 1 && tensor.size(0) == before[1].size(0) && same_type();
-      case 'o':  // what is added to a product
+      case 'o':  // tensor that is added to a product
         return floating && same_type() &&
                expands_to(tensor, {before[0].size(0), before[1].size(1)});
       case 'x':  // a matrix without gradient
@@ -322,9 +322,9 @@ class Generator {
 
   Random random_;
   int64_t total_weight_;
-  bool differentiated_ = false;  // what follows comes after `backward`
+  bool differentiated_ = false;  // whether the following comes after `backward`
   Program program_;
-  Tensors tensors_;  ///< by register
+  Tensors tensors_;  ///< tensors by register
 };
 
 }  // namespace

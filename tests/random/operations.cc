@@ -87,7 +87,7 @@ Numbers indices(R random, A a) {
   return {random.below(a[0].dim()), random.below(3), random.below(3), random.below(3)};
 }
 
-/// Size, size, stride, stride, within what the first argument shows of its storage.
+/// Size, size, stride, stride, within the part of its storage that the first argument shows.
 Numbers strides(R random, A a) {
   const int64_t elements = a[0].numel();
   const int64_t rows = 1 + random.below(3), columns = 1 + random.below(3);
@@ -127,7 +127,7 @@ Numbers host_numbers(R random, A) {
   return numbers;
 }
 
-/// What a factory gave, filled through a pointer unless there is nothing to fill it with.
+/// The tensor of a factory, filled through a pointer unless there is nothing to fill it with.
 Tensors run_filled(A, N n) {
   at::Tensor tensor = at::zeros({static_cast<int64_t>(n.size())});
   if (std::all_of(n.begin(), n.end(), [](int64_t number) { return number == 0; })) return {tensor};
@@ -207,7 +207,7 @@ Tensors run_matmul_out(A a, N) {
   return {at::matmul_out(out, a[0], a[1])};
 }
 
-/// What an operation returns, as an expression in its tensors `a` and numbers `n`.
+/// The result of an operation, as an expression in its tensors `a` and numbers `n`.
 #define SMP_RUN(...)                         \
   [](A a, [[maybe_unused]] N n) -> Tensors { \
     (void)a;                                 \
@@ -415,7 +415,7 @@ const std::vector<Operation> kGradients = {
     {"variable", 2, "f", none, SMP_RUN({a[0].detach().requires_grad_()})},
 };
 
-/// Not chosen at random: they build what a program differentiates.
+/// Not chosen at random: they build the loss of a program.
 const std::vector<Operation> kLosses = {
     {"loss_term", 0, "a", none, SMP_RUN({real_part(a[0]).to(at::kFloat).sum()})},
     {"loss_add", 0, "ff", none, SMP_RUN({a[0] + a[1]})},

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-/// Random programs on tensors: what a user's `forward` might do, as a list of instructions.
+/// Random programs on tensors: a possible `forward` of a user, as a list of instructions.
 namespace smp::random_programs {
 
 using Tensors = std::vector<at::Tensor>;
@@ -70,7 +70,7 @@ struct Leaf {
   int tied_to = -1;  ///< the leaf that it is the same tensor as
 };
 
-/// What `backward` is called on: registers. Without a gradient (-1) it is ones.
+/// The registers on which `backward` is called. Without a gradient (-1) it is ones.
 struct Root {
   int value;
   int gradient = -1;
@@ -102,7 +102,7 @@ Tensors execute(const Program& program, const Tensors& leaves, const Backward& b
 /// The program with other factors, probabilities and host data, 0 and 1 among them.
 Program with_other_numbers(Program program, Random& random);
 
-/// The program with one more instruction somewhere, whose result nobody uses.
+/// The program with one more instruction somewhere, whose result is not used.
 Program with_one_more(Program program, Random& random);
 
 /// Runs one instruction on its arguments under its mode.

@@ -32,7 +32,7 @@ graph::RandomKey key_of(const Trial& trial, int step, int microbatch) {
   return {trial.seed, 0, static_cast<uint64_t>(step), static_cast<uint64_t>(microbatch)};
 }
 
-/// A copy with the same strides, so that it shows what the run would go on with.
+/// A copy with the same strides, so that it shows the values with which the run would go on.
 at::Tensor snapshot(const at::Tensor& tensor) { return tensor.detach().clone(); }
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
@@ -135,7 +135,7 @@ pipeline::ScheduleOptions options_of(const Trial& trial, const partitioner::Plan
       .active_microbatches(trial.active_microbatches);
 }
 
-/// One rank's part of a run, and what it leaves.
+/// One rank's part of a run, and its results.
 class Rank {
  public:
   Rank(const Program& program, const Trial& trial, const graph::Graph& graph,
@@ -290,8 +290,8 @@ Outcome run_eager(const Program& program, const Trial& trial) {
       const graph::KeyedRandomScope keyed(key_of(trial, step, m));
       const Tensors outputs =
           execute(program, leaves, [](const Tensors& roots, const Tensors& gradients) {
-            // Of a copy: a parameter's gradient may lie on the very tensor that was given, and
-            // change when the program writes that.
+            // Copies are given: a parameter's gradient may lie on the very tensor that was given,
+            // and change when the program writes that.
             torch::autograd::backward(roots, copies_of(gradients));
           });
       for (size_t i = 0; i < outputs.size(); ++i) {
@@ -322,7 +322,7 @@ std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial
   } catch (const CaptureError&) {
     // Dropout of 0 returns its argument, so the program may write a parameter now ...
   } catch (const c10::Error&) {
-    // ... or call what eager libtorch cannot run.
+    // ... or call operators that eager libtorch cannot run.
   }
   if (known == nullptr) return trace(program, trial, !trial.shapes_only, {}).recorded;
   graph::TraceResult found = trace(program, trial, /*execute=*/false, {known.get()});

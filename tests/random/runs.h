@@ -29,14 +29,14 @@ struct Trial {
   static Trial of(uint64_t seed);
 };
 
-/// Everything a run leaves, by what it is ("output 1 of microbatch 0 of step 0"). A parameter that
+/// Everything a run leaves, by its kind ("output 1 of microbatch 0 of step 0"). A parameter that
 /// got no gradient has none.
 using Outcome = std::map<std::string, at::Tensor>;
 
 /// The first difference in bits, as text; empty if there is none. Any NaN equals any NaN.
 std::string difference(const Outcome& got, const Outcome& expected);
 
-/// Adds what a rank has. What it has otherwise than a rank before is an entry of its own.
+/// Adds the outcome of a rank. A difference from earlier ranks is an entry of its own.
 void merge(Outcome& all, const Outcome& of_a_rank);
 
 /// True if some floating tensor holds infinities or NaN.
@@ -53,25 +53,25 @@ class State {
 
  private:
   const Program& program_;
-  Tensors kept_;  ///< by leaf; undefined for inputs
+  Tensors kept_;  ///< tensors by leaf; undefined for inputs
   graph::TensorTable table_;
 };
 
-/// Microbatch by microbatch in one process, with autograd; gradients summed raw. Throws what
-/// libtorch throws for programs that it cannot differentiate.
+/// Microbatch by microbatch in one process, with autograd; gradients summed raw. Throws libtorch's
+/// errors for programs that it cannot differentiate.
 Outcome run_eager(const Program& program, const Trial& trial);
 
 /// The graph of the program.
 std::unique_ptr<graph::Graph> capture(const Program& program, const Trial& trial);
 
-/// What another run of the program differs in from its own graph; empty if the guard sees none.
+/// The difference of another run of the program from its own graph; empty if the guard sees none.
 std::string guard(const Program& program, const Trial& trial, const graph::Graph& graph);
 
 /// The schedule in which the plan is run.
 const pipeline::ScheduleKind& schedule_of(const Trial& trial, const graph::Graph& graph,
                                           const partitioner::Plan& plan);
 
-/// Runs the plan over as many thread ranks as it names. `graph` is what the stages replay.
+/// Runs the plan over as many thread ranks as it names. The stages replay `graph`.
 Outcome run_pipeline(const Program& program, const Trial& trial, const graph::Graph& graph,
                      const partitioner::Plan& plan);
 

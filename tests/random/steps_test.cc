@@ -27,7 +27,7 @@
 namespace smp::random_programs {
 namespace {
 
-constexpr const char* kName = "program";  // of the step function
+constexpr const char* kName = "program";  // name of the step function
 
 /// Holds the tensors of a program and runs it, or another one on the same tensors.
 class Holder : public torch::nn::Module {
@@ -184,7 +184,7 @@ Outcome run_plain(const Training& training) {
   return outcome;
 }
 
-/// What a rank has after a step.
+/// Notes the state of a rank after a step.
 void note_state(const ModelCore& model, const Holder& module, size_t step, Outcome& outcome) {
   const auto state = model.state_dict();
   for (const auto& item : module.named_parameters()) {
@@ -195,7 +195,7 @@ void note_state(const ModelCore& model, const Holder& module, size_t step, Outco
   }
 }
 
-/// A rank's part of the training, and what it has afterwards.
+/// A rank's part of the training, and its state afterwards.
 Outcome run_rank(const Training& training, const std::shared_ptr<Holder>& module) {
   DistributedModel<std::shared_ptr<Holder>> model(module);
   DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kLearningRate);
@@ -206,7 +206,7 @@ Outcome run_rank(const Training& training, const std::shared_ptr<Holder>& module
     model->backward(roots, ones ? Tensors() : gradients);
   };
   auto train = step([&](const Tensors& inputs) { return model(*now, inputs, backward); },
-                    StepOptions().name(kName).input_split_axes({{0, 0}}));  // of several sizes
+                    StepOptions().name(kName).input_split_axes({{0, 0}}));  // several sizes
   module->declare_constants();
   const int first = dp_rank() * training.microbatches;
   bool trained = false;
@@ -224,7 +224,7 @@ Outcome run_rank(const Training& training, const std::shared_ptr<Holder>& module
       outcome[gradient_name(item.key(), i)] = item.value().grad().clone();
     }
     trained |= !now->roots.empty();
-    if (training.updates && trained) {  // an update of what was never trained is refused
+    if (training.updates && trained) {  // an update without a training is refused
       optimizer.step();
       optimizer.zero_grad();
     }
@@ -256,9 +256,9 @@ Outcome run_over_ranks(const Training& training) {
   return all;
 }
 
-// ---- What changes between steps --------------------------------------------------------------
+// ---- Changes between steps --------------------------------------------------------------
 
-/// As after `eval()`, with or without a NoGradGuard.
+/// The program after `eval()`, with or without a NoGradGuard.
 Program in_evaluation(Program program, Random& random) {
   program.roots.clear();
   program.backward_after = -1;
@@ -329,7 +329,7 @@ int pieces_of(const Program& program) {
   return 1 + static_cast<int>(std::count(legal.begin(), legal.end(), true));
 }
 
-/// Dropout in evaluation returns its argument, so what is written then may be a parameter.
+/// Dropout in evaluation returns its argument, so a tensor written then may be a parameter.
 bool is_refused(const Program& program) {
   try {
     capture(program, random_programs::Trial());
@@ -348,7 +348,7 @@ int stages_per_rank(const std::string& pipeline) {
   return several ? 2 : 1;
 }
 
-/// What has been tried, and how often.
+/// The cases that have been tried, and how often.
 using Counts = std::map<std::string, int>;
 
 Training training_of(const Program& program, Counts& counts) {
@@ -380,7 +380,7 @@ Training training_of(const Program& program, Counts& counts) {
   return training;
 }
 
-/// What libtorch leaves; nothing where it cannot run the training.
+/// The outcome of libtorch; nothing where it cannot run the training.
 std::optional<Outcome> expected_of(const Training& training) {
   try {
     Outcome outcome = run_plain(training);
@@ -408,7 +408,7 @@ std::string describe(const Training& training) {
   return text;
 }
 
-/// What goes wrong; empty if nothing does.
+/// The error; empty if there is none.
 std::string failure_of(const Program& program, Counts& counts) {
   ++counts["programs"];
   if (!runs(program)) return "";
@@ -454,7 +454,7 @@ std::string explain(const Program& program, const std::string& failure) {
   return failure_of(smallest, none);
 }
 
-/// Of a thousand programs, at the least.
+/// The least counts for a thousand programs.
 std::map<std::string, int> least() {
   std::map<std::string, int> floors = {{"compared", 800},
                                        {"trained", 500},

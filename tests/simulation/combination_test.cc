@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is right alone may be wrong together: a seed draws what decides the numbers of a training
-// (precision, loss scale, optimizer, clipping, sums over several steps, several backwards, tied
-// weights, layers divided among ranks) and two layouts for it (stages, replicas, schedule,
-// sharding, checkpointing and offloading of activations, hooks, buckets, guard). The training
-// begins in the first layout, and goes on from a checkpoint in the second. Its losses and the
-// tensors of its last checkpoint, the optimizer's among them, have the bits of a training on one
-// rank, or on as many as divide a layer.
+// Features that are right alone may be wrong together. A seed draws the settings that decide the
+// numbers of a training (precision, loss scale, optimizer, clipping, sums over several steps,
+// several backwards, tied weights, layers divided among ranks) and two layouts for it (stages,
+// replicas, schedule, sharding, checkpointing and offloading of activations, hooks, buckets,
+// guard). The training begins in the first layout, and goes on from a checkpoint in the second. Its
+// losses and the tensors of its last checkpoint, the optimizer's among them, have the bits of a
+// training on one rank, or on as many as divide a layer.
 //
 // Seeds from SMP_COMBINATION_SEED on (default 1), SMP_COMBINATION_COUNT of them (default 12).
 
@@ -38,20 +38,20 @@ namespace {
 
 using Random = std::mt19937_64;
 
-constexpr int kSteps = 4, kChange = 2;  // of the optimizer; the layout changes after so many
-constexpr int kMicrobatches = 8;        // of all replicas
+constexpr int kSteps = 4, kChange = 2;  // steps of the optimizer; the layout changes after so many
+constexpr int kMicrobatches = 8;        // microbatches of all replicas
 
 int below(Random& random, int limit) {
   return static_cast<int>(random() % static_cast<uint64_t>(limit));
 }
 bool coin(Random& random) { return below(random, 2) == 0; }
 
-/// What decides the numbers.
+/// The settings that decide the numbers.
 struct Numbers {
   std::string precision, optimizer;
   int shards = 1;
   int passes = 1;  ///< steps for one of the optimizer
-  int parts = 1;   ///< of a layer
+  int parts = 1;   ///< parts of a layer
   double first_scale = 1;
   bool tied, two_losses, clips, scales, fuses, groups, freezes, casts, evaluates, schedules;
 
@@ -84,7 +84,7 @@ struct Numbers {
   }
 };
 
-/// What must not.
+/// The settings that must not decide them.
 struct Layout {
   int stages = 1, replicas = 1;
   std::string pipeline = "simple";
@@ -198,16 +198,16 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   return std::make_unique<AdamW>(groups, AdamWOptions(1e-2).weight_decay(0.1));
 }
 
-/// By step and microbatch of all replicas.
+/// Losses by step and microbatch of all replicas.
 using Losses = std::map<std::pair<int, int>, float>;
 
-/// What a training on a rank does.
+/// The training of one rank.
 class Training {
  public:
   Training(const Numbers& numbers, const Layout& layout, TinyGpt& net, Losses& losses)
       : numbers_(numbers), layout_(layout), net_(net), losses_(losses) {}
 
-  /// Of the optimizer's steps `first` to `last` - 1, from one checkpoint, unless it is empty, to
+  /// Takes the optimizer's steps `first` to `last` - 1, from one checkpoint, unless it is empty, to
   /// another.
   void run(int first, int last, const std::string& from, const std::string& to) {
     TinyGpt& net = net_;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs in which a seed decides what goes wrong: ranks die or stop before any of their operations,
-// the disk is full at any of its calls, and everything takes as long as it likes. The job is
-// started again, each time in another layout, as `smprun` does: half of the jobs go on from the
-// copy that they keep in memory, some of those on several hosts, which may lose what they keep; the
-// others go on from their newest checkpoint. Their weights are those of the undisturbed run, bit
-// for bit, none of its starts hangs, and each that fails says why.
+// Jobs in which a seed decides the faults: ranks die or stop before any of their operations, the
+// disk is full at any of its calls, and everything takes as long as it likes. The job is started
+// again, each time in another layout, as `smprun` does: half of the jobs go on from the copy that
+// they keep in memory, some of those on several hosts, which may lose their copies; the others go
+// on from their newest checkpoint. Their weights are those of the undisturbed run, bit for bit,
+// none of its starts hangs, and each that fails says why.
 //
 // Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 24);
 // tools/soak goes on for as long as it is told.
@@ -150,7 +150,7 @@ struct Hosts {
   std::string folder_of(int host) const { return memory + "/host" + std::to_string(host); }
 };
 
-/// What a job that was started again should go on from; empty if there is nothing.
+/// The checkpoint from which a restarted job should go on; empty if there is nothing.
 std::string newest_saved() {
   const auto restart = core::this_restart();
   if (!restart) return "";
@@ -158,8 +158,8 @@ std::string newest_saved() {
   return restart->before.checkpoints.empty() ? "" : restart->before.checkpoints.back().path;
 }
 
-/// What the job's program does on each rank. `asynchronous`: some saves are; those may wait hours
-/// for a rank that writes.
+/// The job's program on each rank. `asynchronous`: some saves are; these may wait hours for a rank
+/// that writes.
 void train(const std::string& folder, bool asynchronous, bool forgets_optimizer,
            const Hosts& hosts = {}) {
   auto& runtime = runtime::Runtime::get();
@@ -195,12 +195,12 @@ void train(const std::string& folder, bool asynchronous, bool forgets_optimizer,
                           asynchronous && done % 2 == 1))
           .wait();
     }
-    // The last one would be of no use, and nobody hears of one that fails at the end.
+    // The last one would be of no use, and one that fails at the end goes unheard.
     if (done + 1 < kSteps) keep_copy(model, optimizer);
   }
 }
 
-/// What was seen of many jobs.
+/// The events seen in many jobs.
 using Counts = std::map<std::string, int>;
 
 class Job {
@@ -234,7 +234,7 @@ class Job {
   }
 
  private:
-  /// Of several, and not always: what one keeps is gone.
+  /// Loses a host, if there are several, and not always: its copies are gone.
   void lose_a_host() {
     if (hosts_.count == 1 || below(random_, 2) == 0) return;
     std::filesystem::remove_all(hosts_.folder_of(static_cast<int>(below(random_, hosts_.count))));
@@ -272,7 +272,7 @@ class Job {
     ASSERT_TRUE(happened) << start.config << "\n" << text;
     const std::string rank = std::to_string(start.chaos.fault->rank);
     if (start.stalls()) {
-      ++counts_["stalls"];  // who waits for it is named, too, if others wait for both
+      ++counts_["stalls"];  // a rank that waits for it is named, too, if others wait for both
       EXPECT_THAT(text, ::testing::ContainsRegex("ranks? ([0-9]+, )*" + rank)) << start.config;
     } else {
       ++counts_["deaths"];
@@ -334,10 +334,10 @@ TEST(Simulation, JobsComeToTheUndisturbedWeights) {
   EXPECT_GT(counts["starts"], count);
 }
 
-/// A planted bug: what goes on forgets the moments of the optimizer.
+/// A planted bug: a restart forgets the moments of the optimizer.
 TEST(Simulation, FindsARestartThatForgetsState) {
   at::set_num_threads(1);
-  for (const uint64_t kind : {0, 1}) {  // with copies, with checkpoints
+  for (const uint64_t kind : {0, 1}) {  // kinds: with copies, with checkpoints
     Counts counts;
     bool found = false;
     for (uint64_t seed = 2 + kind; seed <= 25 && !found; seed += 2) {

@@ -30,7 +30,7 @@ void train_classifier(Run& run, Net net, const Options& options) {
 
 const auto kMomentum = torch::optim::SGDOptions(0.1).momentum(0.9).weight_decay(1e-3);
 
-/// By hand: all that no pin names otherwise is made under the scope of partition 1.
+/// Pins by hand: all that no pin names otherwise is made under the scope of partition 1.
 void train_resnet(Run& run) {
   stranger::ResNet net{nullptr};
   {

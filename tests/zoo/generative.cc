@@ -31,7 +31,7 @@ void train_vae(Run& run) {
   sample();
 }
 
-/// Two models, two optimizers and two step functions; the first detaches what the generator made.
+/// Two models, two optimizers and two step functions; the first detaches the generator's output.
 void train_gan(Run& run) {
   auto generator = run.model(stranger::Generator(), "generator");
   auto discriminator = run.model(stranger::Discriminator(), "discriminator");

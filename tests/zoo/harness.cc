@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t kSeed = 17;
 
-/// What two tensors differ in; "" if they are equal to the bit.
+/// The difference of two tensors; "" if they are equal to the bit.
 std::string difference(const torch::Tensor& got, const torch::Tensor& expected) {
   if (got.sizes() != expected.sizes() || got.dtype() != expected.dtype()) {
     return c10::str(got.dtype(), got.sizes(), " instead of ", expected.dtype(), expected.sizes());

@@ -27,14 +27,14 @@ namespace smp::zoo {
 using testing::Named;
 using testing::Tensors;
 
-/// Everything a run leaves behind, by name. Ranks may record at the same time; what several of
-/// them have must be equal.
+/// Everything a run leaves behind, by name. Ranks may record at the same time; tensors of several
+/// of them must be equal.
 class Trace {
  public:
   void record(const std::string& what, const torch::Tensor& tensor);
   void record(const std::string& what, const Named& tensors);
 
-  /// Keeps what differs between ranks in words.
+  /// Keeps the differences between ranks in words.
   std::vector<std::string> contradictions() const;
   const Named& tensors() const { return tensors_; }
 
@@ -115,7 +115,7 @@ class Model {
   std::optional<DistributedModel<Net>> distributed_;
 };
 
-/// An optimizer of a run, which notes what it works on.
+/// An optimizer of a run, which notes the tensors that it works on.
 template <class Base>
 class Optimizer {
  public:
@@ -161,7 +161,7 @@ class Run {
   void pin(const Net& net, int partition) const {
     if (by_hand_) set_partition(net, existing(partition));
   }
-  /// The same for what is made or called while the result lives.
+  /// The same for modules made or called while the result lives.
   [[nodiscard]] std::unique_ptr<PartitionScope> pin_scope(int partition) const {
     return by_hand_ ? std::make_unique<PartitionScope>(existing(partition)) : nullptr;
   }

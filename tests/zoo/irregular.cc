@@ -149,7 +149,7 @@ void train_in_place(Run& run) {
   auto train = run.step([&](Tensor x, Tensor mask, Tensor y) {
     auto loss = torch::mse_loss(model(x, mask), y);
     model.backward(loss);
-    // The buffers themselves: what they hold after this microbatch.
+    // The buffers themselves: their content after this microbatch.
     return std::make_tuple(loss, model.net()->mean, model.net()->calls);
   });
   auto evaluate = run.step([&](Tensor x, Tensor mask, Tensor) { return model(x, mask); });

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-/// Models for images and signals, written in plain libtorch by someone who has never heard of smp.
+/// Models for images and signals, written in plain libtorch without any knowledge of smp.
 namespace stranger {
 
 /// Convolution and BatchNorm, "same" padding.
@@ -210,7 +210,7 @@ struct InceptionBlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(InceptionBlock);
 
-/// With an auxiliary classifier that exists in training only.
+/// Has an auxiliary classifier that exists in training only.
 struct InceptionImpl : torch::nn::Module {
   explicit InceptionImpl(int64_t classes) {
     stem = register_module("stem", conv_norm(3, 6, 3));

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-/// Models that generate, written in plain libtorch by someone who has never heard of smp.
+/// Models that generate, written in plain libtorch without any knowledge of smp.
 namespace stranger {
 
 /// Kingma and Welling 2013: returns reconstruction, mean and logarithm of the variance.

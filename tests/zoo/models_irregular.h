@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-/// Models with routing, sharing, mixed types and writes in place, written in plain libtorch by
-/// someone who has never heard of smp.
+/// Models with routing, sharing, mixed types and writes in place, written in plain libtorch without
+/// any knowledge of smp.
 namespace stranger {
 
 inline torch::nn::Sequential mlp(int64_t in, int64_t hidden, int64_t out) {
@@ -212,7 +212,7 @@ struct MixedTypesImpl : torch::nn::Module {
 };
 TORCH_MODULE(MixedTypes);
 
-/// What Python's `with torch.autocast("cpu")` does.
+/// The counterpart of Python's `with torch.autocast("cpu")`.
 class Autocast {
  public:
   Autocast() : before_(at::autocast::is_autocast_enabled(at::kCPU)) {

@@ -9,10 +9,10 @@
 #include <tuple>
 #include <vector>
 
-/// Models for sequences, written in plain libtorch by someone who has never heard of smp.
+/// Models for sequences, written in plain libtorch without any knowledge of smp.
 namespace stranger {
 
-/// As minGPT writes it: the causal mask is a buffer, and so are only as many rows used as needed.
+/// Written like minGPT's: the causal mask is a buffer, and so are only as many rows used as needed.
 struct CausalAttentionImpl : torch::nn::Module {
   CausalAttentionImpl(int64_t width, int64_t heads, int64_t length) : heads(heads) {
     attend = register_module("attend", torch::nn::Linear(width, 3 * width));
@@ -76,8 +76,8 @@ struct GptImpl : torch::nn::Module {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
     head = register_module(
         "head", torch::nn::Linear(torch::nn::LinearOptions(kWidth, kVocabulary).bias(false)));
-    // As in Python. In C++ the member is bound anew, but "head.weight" stays registered as it was:
-    // a parameter that nothing reads.
+    // Ties like Python code. In C++ the member is bound anew, but "head.weight" stays registered as
+    // it was: a parameter that nothing reads.
     if (tied) head->weight = tokens->weight;
   }
 

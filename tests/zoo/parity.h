@@ -42,7 +42,7 @@ inline void expect_parity(const Program& program, const Layout& layout) {
 
 TEST_P(Parity, WithOneProcess) { expect_parity(std::get<0>(GetParam()), std::get<1>(GetParam())); }
 
-/// Of every program with 1 to 4 stages in both pipelines: all pairs.
+/// Layouts of every program with 1 to 4 stages in both pipelines: all pairs.
 inline auto layouts_of(const std::vector<Program>& programs) {
   std::vector<Case> product;
   for (const Program& program : programs) {

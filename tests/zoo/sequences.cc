@@ -64,7 +64,7 @@ void train_translator(Run& run) {
                      [&] { return std::make_tuple(sentences(6), sentences(5)); });
 }
 
-/// Truncated backpropagation through time: what one step returns, the next one is given.
+/// Truncated backpropagation through time: the result of one step is given to the next one.
 void train_lstm(Run& run) {
   using stranger::LstmModelImpl;
   auto model = run.model(stranger::LstmModel());
@@ -170,7 +170,7 @@ void train_rotary(Run& run) {
   train_and_evaluate(model, optimizer, train, evaluate, batch);
 }
 
-/// What is past a sentence's valid length counts neither in attention nor in the loss.
+/// Positions past a sentence's valid length count neither in attention nor in the loss.
 void train_bert(Run& run) {
   using stranger::BertImpl;
   auto model = run.model(stranger::Bert());

@@ -16,8 +16,8 @@ namespace smp::zoo {
 class Run;
 class Trace;
 
-/// A model of the zoo and what is done with it. `run` is an ordinary training program, written
-/// against `Run` (harness.h) so that the same lines run in both ways; every rank calls it.
+/// A model of the zoo and its training. `run` is an ordinary training program, written against
+/// `Run` (harness.h) so that the same lines run in both ways; every rank calls it.
 struct Program {
   std::string name;  ///< letters and digits
   void (*run)(Run&);
@@ -53,9 +53,9 @@ std::shared_ptr<const graph::Graph> first_graph(const Trace& trace);
 /// The plan of that step in a run over ranks.
 std::shared_ptr<const partitioner::Plan> first_plan(const Trace& trace);
 
-/// What differs between two runs, in words, or ranks of one run; empty if they are equal to the
-/// bit. Compared are all that the step functions returned, by microbatch; gradients, parameters
-/// and buffers at each update; parameters and buffers at the end.
+/// The differences between two runs, in words, or ranks of one run; empty if they are equal to the
+/// bit. Compared are all that the step functions returned, by microbatch; gradients, parameters and
+/// buffers at each update; parameters and buffers at the end.
 std::vector<std::string> differences(const Trace& got, const Trace& expected);
 
 }  // namespace smp::zoo

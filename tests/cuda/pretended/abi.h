@@ -3,8 +3,8 @@
 
 #include <cstddef>
 
-// Structures of CUDA 13.0 that libtorch reads or fills, in CUDA's layout; what nothing here has to
-// do with is left out by its size.
+// Structures of CUDA 13.0 that libtorch reads or fills, in CUDA's layout; unused parts are left out
+// by their size.
 
 namespace pretended {
 

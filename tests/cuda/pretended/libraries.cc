@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Functions in place of those of cuBLAS, cuDNN and NCCL, as far as training programs of one rank
-// call them. What would launch kernels counts as one launch.
+// call them. A call that would launch kernels counts as one launch.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -124,7 +124,7 @@ namespace {
 /// Values of cudnnBackendAttributeType_t.
 enum Type { kBoolean = 2, kNumericalNote = 11, kDescriptor = 15, kBehaviorNote = 19, kChar = 24 };
 
-constexpr int kKnobs = 1302;  // of cudnnBackendAttributeName_t
+constexpr int kKnobs = 1302;  // a value of cudnnBackendAttributeName_t
 
 struct Attribute {
   int64_t count;
@@ -175,7 +175,8 @@ PRETENDED_API int cudnnBackendSetAttribute(Descriptor* descriptor, int name, int
   return 0;
 }
 
-/// Gives what was set; otherwise a number 0, the descriptor that the caller made, or nothing.
+/// Gives the value that was set; otherwise a number 0, the descriptor that the caller made, or
+/// nothing.
 PRETENDED_API int cudnnBackendGetAttribute(const Descriptor* descriptor, int name, int type,
                                            int64_t room, int64_t* count, void* elements) {
   const auto found = descriptor->find(name);

@@ -279,7 +279,7 @@ TEST(PretendedCapture, EndsOnItsThread) {
   EXPECT_EQ(end_of(stream), kInvalidated);
 }
 
-/// Exits with what went wrong first, 0 for nothing.
+/// Exits with the number of the first failure, 0 for none.
 [[noreturn]] void fail_for_good() {
   void* memory = nullptr;
   reinterpret_cast<void (*)(size_t)>(dlsym(library(), "pretended_cuda_fail_after"))(2);

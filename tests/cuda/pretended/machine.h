@@ -10,11 +10,11 @@
 #include <set>
 #include <thread>
 
-// The device that is pretended: what it has given out, and what it was told. Kernels compute
+// The device that is pretended: the memory that it has given out, and its calls. Kernels compute
 // nothing and memory holds nothing, so all is done at once. Headers of CUDA are not needed: this
 // one and abi.h have the few types that matter.
 
-/// The library hides all but what takes the place of CUDA's functions.
+/// The library hides all but the functions in place of CUDA's.
 #define PRETENDED_API extern "C" __attribute__((visibility("default")))
 
 namespace pretended {
@@ -110,7 +110,7 @@ class Machine {
   size_t total() const { return total_; }
   size_t used() const { return used_; }
 
-  /// Copies between memory of the host; what lies on the device is not looked at, and reads as 0.
+  /// Copies between memory of the host; memory of the device is not looked at, and reads as 0.
   Error copy(void* to, const void* from, size_t bytes, Stream* stream);
 
   // Captures.
@@ -120,7 +120,8 @@ class Machine {
   Capture* capture_of(const Stream& stream) const;
   Capture* capture_of(const Event& event) const;
 
-  /// A call that a capture must not see, such as an allocation. Invalidates what it disturbs.
+  /// A call that a capture must not see, such as an allocation. Invalidates the captures that it
+  /// disturbs.
   Error unsafe();
   /// Gives a stream something to do, which is counted.
   Error work(Stream* stream, Count kind);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the GPT of bench/gpu_graphs.py in PyTorch, for `run` to count what a step calls.
+"""Trains the GPT of bench/gpu_graphs.py in PyTorch, for `run` to count the calls of a step.
 
 usage: pytorch_steps.py STEPS [foreach] [fused] [graph]
 """

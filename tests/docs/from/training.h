@@ -9,7 +9,7 @@
 #include <iostream>
 #include <vector>
 
-/// What the programs of docs/from train, and how a plain process does it.
+/// The model that the programs of docs/from train, and its training by a plain process.
 
 struct NetImpl : torch::nn::Module {
   NetImpl() {

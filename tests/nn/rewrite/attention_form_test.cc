@@ -39,7 +39,7 @@ struct LayersImpl : torch::nn::Module {
     return out[i](y.transpose(1, 2).flatten(2));
   }
 
-  /// By the paper's formula: 2 ^ (-bias_max (h + 1) / heads) times the distance, negated.
+  /// Computes the paper's formula: 2 ^ (-bias_max (h + 1) / heads) times the distance, negated.
   Tensor linear_biases(const torch::TensorOptions& options) const {
     const Tensor biases = torch::empty({1, kHeads, kLength, kLength}, torch::kDouble);
     for (int64_t h = 0; h < kHeads; ++h) {
@@ -81,7 +81,7 @@ Function step_of(Layers& net) {
   });
 }
 
-/// With both layers divided by heads.
+/// The options with both layers divided by heads.
 DivideOptions options_of(const TensorTable& table, int ranks,
                          const TensorParallelismOptions& attention) {
   DivideOptions options = eager_options(table, ranks);

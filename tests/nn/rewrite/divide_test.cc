@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The text of divided graphs, decisions and their reasons, what later graphs follow, and errors.
+// The text of divided graphs, decisions and their reasons, the decisions that later graphs follow,
+// and errors.
 
 #include "nn/rewrite/divide.h"
 
@@ -169,7 +170,7 @@ TEST(DivideTest, LeavesGetWholeTensors) {
   FAIL() << "no leaf in\n" << whole->to_string();
 }
 
-/// What is inserted runs in the modes of what needs it.
+/// Inserted operators run in the modes of those that need them.
 TEST(DivideTest, ModesAreKept) {
   torch::nn::Linear up(4, 6), down(6, 4);
   torch::nn::Module net;
@@ -232,7 +233,7 @@ TEST(DivideTest, SlowNetworksDivideNothing) {
   EXPECT_NE(decision.reason.find("us a microbatch instead of"), std::string::npos);
 }
 
-/// Measured times differ from run to run; what is divided must not.
+/// Measured times differ from run to run; the division must not.
 TEST(DivideTest, EstimatesFollowFromSizes) {
   const auto divided = [](int64_t width, double measured_us) {
     TwoLayersImpl net(width, 4 * width);
@@ -250,7 +251,7 @@ TEST(DivideTest, EstimatesFollowFromSizes) {
   EXPECT_TRUE(divided(8, 1e6).empty());
 }
 
-/// However slow the network is, what is divided is divided in the fastest way.
+/// However slow the network is, divided parameters are divided in the fastest way.
 TEST(DivideTest, SlowNetworksDivideWhereTheUserInsists) {
   TwoLayersImpl net(64, 256);
   const TensorTable table = table_of(net);
@@ -273,7 +274,7 @@ TEST(DivideTest, TrafficIsThatOfTheFormula) {
                                return {net.forward(x).sum()};
                              }));
   const DividedGraph divided = divide(*whole, eager_options(table, 4));
-  // Of two layers' [2, 8] f64: a sum over 4 ranks sends 2 * 3/4 of it. The first has no gradient to
+  // A sum of two layers' [2, 8] f64 over 4 ranks sends 2 * 3/4 of it. The first has no gradient to
   // sum, since its input needs none.
   const int64_t sum = 2 * 3 * (2 * 8 * 8) / 4;
   EXPECT_EQ(divided.traffic.forward_calls, 2);

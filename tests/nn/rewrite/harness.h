@@ -81,7 +81,7 @@ inline std::unique_ptr<Graph> capture(const TensorTable& table, const Tensors& i
   return graph;
 }
 
-/// What a rank has of the parameters; buffers are copies.
+/// The parameters that a rank has; buffers are copies.
 inline TensorTable local_table(const TensorTable& table, const DividedGraph& divided, int rank) {
   TensorTable local;
   for (const auto& entry : table.entries()) {
@@ -131,7 +131,7 @@ inline void expect_close(const torch::Tensor& got, const torch::Tensor& expected
   EXPECT_LE(difference, kTolerance * std::max(finite, 1.0)) << what;
 }
 
-/// One process, as if nobody had captured anything: results and gradients by name.
+/// Runs in one process, without a capture: results and gradients by name.
 inline Replayed run_plain(torch::nn::Module& module, const TensorTable& table,
                           const Tensors& inputs, const Function& function) {
   module.zero_grad();
@@ -153,7 +153,7 @@ inline Replayed run_plain(torch::nn::Module& module, const TensorTable& table,
   return plain;
 }
 
-/// The divided graph gives on every rank what the function gives in one process.
+/// The divided graph gives on every rank the function's results in one process.
 inline void expect_equals_plain(const DividedGraph& divided, torch::nn::Module& module,
                                 const TensorTable& table, const Tensors& inputs,
                                 const Function& function, int ranks) {
@@ -186,8 +186,8 @@ inline void expect_equals_plain(const DividedGraph& divided, torch::nn::Module& 
   }
 }
 
-/// What the divided graph says of its values, sizes, strides, types and whether they need
-/// gradients, is what its operators make: plans and channels are made of it.
+/// Checks that the sizes, strides, types and needs of gradients in the divided graph are those of
+/// its operators' results: plans and channels are made of them.
 inline void expect_metas_hold(const DividedGraph& divided, const TensorTable& table,
                               const Tensors& inputs, int ranks) {
   const Graph& graph = divided.graph;

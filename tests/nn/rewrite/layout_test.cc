@@ -78,7 +78,7 @@ TEST(LayoutTest, ViewsKeepTheElementsOfEachRank) {
 }
 
 TEST(LayoutTest, LocalViewIsViewOfTheWhole) {
-  const Layout layout = Layout::divided(2, 3);  // of a fused projection to 4 heads of 5
+  const Layout layout = Layout::divided(2, 3);  // layout of a fused projection to 4 heads of 5
   const std::vector<int64_t> from = {2, 3, 60}, to = {2, 3, 3, 4, 5};
   const auto viewed = through_view(from, layout, to, 2);
   ASSERT_TRUE(viewed.has_value());

@@ -22,8 +22,8 @@ struct Prepared {
   Function step;
 };
 
-/// The divided graph of a model for `ranks`, after it was found to give what one process does; so
-/// does the one in which activations between divided layers are divided, too.
+/// The divided graph of a model for `ranks`, after its results were found to be those of one
+/// process; so does the one in which activations between divided layers are divided, too.
 DividedGraph divided_as_plain(const Prepared& model, int ranks) {
   const TensorTable table = table_of(*model.module);
   const Function step = training(model.step);

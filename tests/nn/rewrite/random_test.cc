@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random functions of random operators, divided among random numbers of ranks: whatever the pass
-// makes of them gives what one process does.
+// Random functions of random operators, divided among random numbers of ranks: the divided
+// functions give the results of one process.
 
 #include <random>
 
@@ -34,7 +34,7 @@ struct WeightsImpl : torch::nn::Module {
 };
 TORCH_MODULE(Weights);
 
-/// A program is a list of numbers, each of which picks an operator and what it works on.
+/// A program is a list of numbers, each of which picks an operator and its operands.
 class Program {
  public:
   explicit Program(uint32_t seed) {

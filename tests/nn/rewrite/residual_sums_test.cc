@@ -15,7 +15,7 @@ using torch::Tensor;
 constexpr int64_t kWidth = 8;
 const auto kInFloat32 = TensorParallelismOptions().fp32_residual_addition(true);
 
-/// How blocks add what they make.
+/// How blocks add their results.
 enum class Form { kOneAfterTheOther, kBothAtOnce, kByHandInFloat32 };
 
 /// Blocks of two perceptrons each, with residuals around them.

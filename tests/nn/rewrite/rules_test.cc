@@ -1,96 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every rule by execution: a function is captured, divided among 2 and 4 ranks and run by them, and
-// its results and gradients are those of plain libtorch in one process, in float64. Which operators
-// communicate shows what was divided.
-
-#include <limits>
+// its results and gradients are those of plain libtorch in one process, in float64. Operators that
+// communicate show the division.
 
 #include "nn/rewrite/rule.h"
-#include "tests/nn/rewrite/harness.h"
+#include "tests/nn/rewrite/rule_cases.h"
 
 namespace smp::nn::rewrite::testing {
 namespace {
-
-using torch::Tensor;
-
-constexpr int64_t kBatch = 3, kLength = 5, kWidth = 8, kHidden = 48;
-
-torch::TensorOptions doubles() { return torch::kDouble; }
-
-/// Parameters for every rule to have gradients to get right.
-struct WeightsImpl : torch::nn::Module {
-  WeightsImpl() {
-    torch::manual_seed(3);
-    const auto add = [this](const char* name, std::vector<int64_t> sizes) {
-      return register_parameter(name, torch::randn(sizes, doubles()) * 0.5);
-    };
-    scale = add("scale", {1});
-    up = add("up", {kHidden, kWidth});
-    up_bias = add("up_bias", {kHidden});
-    other_up = add("other_up", {kHidden, kWidth});
-    down = add("down", {kWidth, kHidden});
-    down_bias = add("down_bias", {kWidth});
-    right = add("right", {kWidth, kHidden});
-    left = add("left", {kHidden, kWidth});
-    row = add("row", {kHidden});
-    of_head = add("of_head", {4});
-    table = add("table", {16, kWidth});
-    kernel = add("kernel", {8, 4, 3});
-    kernel_bias = add("kernel_bias", {8});
-    next_kernel = add("next_kernel", {4, 8, 1});
-    next_bias = add("next_bias", {4});
-    channels = add("channels", {8});
-  }
-  Tensor scale, up, up_bias, other_up, down, down_bias, right, left, row, of_head, table, kernel,
-      kernel_bias, next_kernel, next_bias, channels;
-};
-TORCH_MODULE(Weights);
-
-using Body = std::function<Tensor(Weights&, const Tensors&)>;
-
-struct Case {
-  std::string name;
-  std::map<std::string, std::pair<int, int>> fixed;  ///< dimension and blocks by parameter
-  Body body;
-  std::string expected;  ///< operators that communicate, on two ranks
-};
-
-std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
-
-/// Tokens are the second input, numbers the first and the third.
-Tensors inputs() {
-  torch::manual_seed(9);
-  return {torch::randn({kBatch, kLength, kWidth}, doubles()), torch::randint(16, {kBatch, kLength}),
-          torch::randn({kBatch, kLength, kHidden}, doubles()),
-          torch::randn({kBatch, 4, 6}, doubles())};
-}
-
-using OnHidden = std::function<Tensor(Weights&, Tensor)>;
-
-/// `body` of what a column-divided layer makes, [3, 5, 48] in `blocks` blocks.
-Case on_hidden(std::string name, int blocks, OnHidden body, std::string expected) {
-  return {std::move(name),
-          {{"up", {0, blocks}}},
-          [body](Weights& w, const Tensors& in) {
-            return body(w, torch::linear(in[0] * w->scale, w->up, w->up_bias));
-          },
-          std::move(expected)};
-}
-
-/// What is divided to the end is joined for the loss and for the output.
-const char kDivided[] = "copy gather gather";
-/// What an operator needs whole.
-const char kJoined[] = "copy gather";
-
-Tensor by_head(const Tensor& x) {
-  return x.view({kBatch, kLength, 4, kHidden / 4}).transpose(1, 2);
-}
-
-/// [3, 4 heads, 5, 4] of a fused projection.
-std::vector<Tensor> heads_of(const Tensor& x) {
-  const auto parts = x.view({kBatch, kLength, 3, 4, 4}).permute({2, 0, 3, 1, 4});
-  return {parts[0], parts[1], parts[2]};
-}
 
 std::vector<Case> elementwise_cases() {
   return {
@@ -374,159 +291,6 @@ std::vector<Case> reduction_cases() {
   };
 }
 
-std::vector<Case> product_cases() {
-  return {
-      {"ColumnThenRow",
-       {{"up", {0, 1}}},
-       [](Weights& w, const Tensors& in) {
-         const auto h = torch::gelu(torch::linear(in[0] * w->scale, w->up, w->up_bias));
-         return torch::linear(h, w->down, w->down_bias);
-       },
-       "copy reduce"},
-      {"RowAlone",
-       {{"up", {1, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return torch::linear(in[0] * w->scale, w->up, w->up_bias);
-       },
-       "scatter reduce"},
-      {"ColumnThenColumn",
-       {{"up", {0, 1}}, {"down", {0, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return torch::linear(torch::linear(in[0] * w->scale, w->up), w->down, w->down_bias);
-       },
-       "copy all_gather gather gather"},
-      {"Matmul",
-       {{"right", {1, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return in[0].mul(w->scale).matmul(w->right).matmul(w->left);
-       },
-       "copy reduce"},
-      {"Transposed",
-       {{"up", {0, 1}}, {"down", {1, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return in[0].mul(w->scale).matmul(w->up.t()).relu().matmul(w->down.t());
-       },
-       "copy reduce"},
-      {"WeightOnTheLeft",
-       {{"up", {0, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return w->up.matmul(in[0].mul(w->scale)[0].t()).relu();
-       },
-       kDivided},
-      {"Vector",
-       {{"up", {0, 1}}, {"row", {0, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return torch::linear(in[0] * w->scale, w->up).matmul(w->row);
-       },
-       "copy reduce"},
-      on_hidden(
-          "VectorTimesBatch", 1,
-          [](Weights&, Tensor h) { return torch::arange(kLength, doubles()).matmul(by_head(h)); },
-          kDivided),
-      // What is written is seen through the view.
-      {"AddmmInPlace",
-       {{"right", {1, 1}}},
-       [](Weights& w, const Tensors& in) {
-         const auto x = in[0].mul(w->scale).flatten(0, 1);
-         auto sum = x.clone();
-         const auto view = sum.view({kBatch, kLength, kWidth});
-         sum.addmm_(x.matmul(w->right).relu(), w->left);
-         return view.exp();
-       },
-       "copy gather"},
-      {"Addmm",
-       {{"right", {1, 1}}},
-       [](Weights& w, const Tensors& in) {
-         const auto h = torch::addmm(w->up_bias, in[0].mul(w->scale).flatten(0, 1), w->right);
-         return torch::addmm(w->down_bias, h.relu(), w->left, 1, 2);
-       },
-       "copy reduce"},
-      on_hidden(
-          "Attention", 3,
-          [](Weights&, Tensor h) {
-            const auto qkv = heads_of(h);
-            const auto scores = qkv[0].matmul(qkv[1].transpose(-2, -1)) / 2.0;
-            return scores.softmax(-1).matmul(qkv[2]);
-          },
-          kDivided),
-      on_hidden(
-          "AttentionInOneDimension", 3,
-          [](Weights&, Tensor h) {
-            std::vector<Tensor> parts;
-            for (const auto& part : h.transpose(0, 1).chunk(3, -1)) {
-              parts.push_back(part.contiguous().view({kLength, kBatch * 4, 4}).transpose(0, 1));
-            }
-            const auto zeros = torch::zeros({1, kLength, kLength}, doubles());
-            const auto scores = torch::baddbmm(zeros, parts[0], parts[1].mT(), 1, 0.5);
-            return torch::bmm(scores.softmax(-1), parts[2])
-                .transpose(0, 1)
-                .reshape({kLength, kBatch, 16});
-          },
-          kDivided),
-      on_hidden(
-          "HeadsThatAreCut", 3,
-          [](Weights&, Tensor h) {
-            const auto parts = h.chunk(3, -1);
-            return torch::bmm(parts[0], parts[1].transpose(1, 2)).softmax(-1).bmm(parts[2]);
-          },
-          "copy gather gather copy gather gather"),
-      on_hidden(
-          "Fused", 3,
-          [](Weights&, Tensor h) {
-            const auto qkv = heads_of(h);
-            return torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.0, true);
-          },
-          kDivided),
-      on_hidden(
-          "FusedWithDropout", 3,
-          [](Weights&, Tensor h) {
-            const auto qkv = heads_of(h);
-            return torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], {}, 0.3, true);
-          },
-          "copy dropout gather gather"),
-      on_hidden(
-          "FusedWithMasks", 3,
-          [](Weights& w, Tensor h) {
-            const auto qkv = heads_of(h);
-            const auto visible = torch::ones({kLength, kLength}, torch::kBool).tril(1);
-            const auto bias = torch::ones({1, 4, 1, kLength}, doubles()) * w->scale;
-            return torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], visible, 0.2) +
-                   torch::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], bias, 0.1, false,
-                                                       0.7);
-          },
-          "copy dropout scatter dropout gather gather"),
-      on_hidden(
-          "GroupedQueries", 1,
-          [](Weights&, Tensor h) {
-            const auto q = by_head(h);
-            const auto k = h.slice(1, 0, 4).view({kBatch, 4, 4, 12}).transpose(1, 2);
-            return torch::scaled_dot_product_attention(q, k, k, {}, 0.0, false, std::nullopt, true);
-          },
-          kDivided),
-      {"Convolution",
-       {{"kernel", {0, 1}}},
-       [](Weights& w, const Tensors& in) {
-         const auto x = torch::conv1d(in[3] * w->scale, w->kernel, w->kernel_bias, 1, 1).relu();
-         return torch::conv1d(x, w->next_kernel, w->next_bias);
-       },
-       "copy reduce"},
-      {"ConvolutionWithoutBias",
-       {{"next_kernel", {1, 1}}},
-       [](Weights& w, const Tensors& in) {
-         return torch::conv1d(torch::cat({in[3], in[3]}, 1) * w->scale, w->next_kernel);
-       },
-       "scatter reduce"},
-      {"EmbeddingRows",
-       {{"table", {0, 1}}},
-       [](Weights& w, const Tensors& in) { return torch::embedding(w->table, in[1], 3); },
-       "embedding reduce"},
-      {"EmbeddingColumns",
-       {{"table", {1, 1}}},
-       [](Weights& w, const Tensors& in) { return torch::embedding(w->table, in[1]); },
-       "gather gather"},
-  };
-}
-
 std::vector<Case> special_cases() {
   const auto logits = [](Weights& w, const Tensors& in) {
     return torch::linear(in[0].mul(w->scale).flatten(0, 1), w->table);
@@ -630,7 +394,7 @@ TEST_P(RuleTest, EqualsOneProcess) {
   const auto whole = capture(table, inputs(), step);
   for (int ranks : {2, 4}) {
     DivideOptions options = eager_options(table, ranks);
-    options.latency_us = 1e9;  // nothing is divided but what is fixed, and what follows from it
+    options.latency_us = 1e9;  // only the fixed ones are divided, and their results
     for (const auto& [name, how] : GetParam().fixed) {
       options.fixed[name] = {table.at(name).tensor.sizes().vec(), how.first, how.second, ranks};
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deprecated since smdistributed.dataparallel 1.4: what scripts of before then call, on the backend
+"""Deprecated since smdistributed.dataparallel 1.4: for the calls of older scripts, on the backend
 "smddp" of torch.distributed. Use that instead:
 
     import smdistributed.dataparallel.torch.torch_smddp

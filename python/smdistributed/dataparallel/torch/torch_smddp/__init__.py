@@ -17,7 +17,7 @@ from smdistributed.dataparallel.torch.torch_smddp import _smddp
 
 
 def _use_variables_of_mpirun():
-    """Sets what init_process_group reads, where mpirun has started the process."""
+    """Sets the variables that init_process_group reads, where mpirun has started the process."""
     if "OMPI_COMM_WORLD_SIZE" not in os.environ or "RANK" in os.environ:
         return
     for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
@@ -29,7 +29,7 @@ def _use_variables_of_mpirun():
 
 
 def _name_of_group(options):
-    """What errors call the group that is being made; there is no default group before the first."""
+    """The name in errors of the group being made; there is no default group before the first."""
     if not torch.distributed.is_initialized():
         return "world"
     return f"new_group {options.group_id} of ranks {list(options.global_ranks_in_group)}"
