@@ -103,8 +103,9 @@ class Picture {
   draw() {
     this.width = Math.max(leastWidth, document.body.clientWidth);
     this.chart = this.width - left - figures - margin;
+    const legend = this.legend(margin + titleHeight);
     const lanes = [this.lanes(this.step, data.measured ? 'Measured' : 'Predicted', false,
-                              margin + titleHeight + legendHeight)];
+                              legend.bottom)];
     if (this.below) lanes.push(this.lanes(this.below, 'Predicted', true, lanes[0].bottom));
     const height = lanes[lanes.length - 1].bottom + margin / 2;
     this.svg.setAttribute('viewBox', `0 0 ${this.width} ${height}`);
@@ -116,7 +117,7 @@ class Picture {
       text(margin, margin + 14, data.title,
            { class: 'ink', 'font-size': 20, 'font-weight': 'bold' }),
       text(margin, margin + 36, this.step.headline, { class: 'mute', 'font-size': 13 }),
-      this.legend(margin + titleHeight), ...lanes.map(({ drawn }) => drawn)].join('\n');
+      legend.drawn, ...lanes.map(({ drawn }) => drawn)].join('\n');
   }
 
   // Names differ between the pictures of a page.
@@ -136,6 +137,7 @@ class Picture {
                          ...attributes });
   }
 
+  // The meaning of the colours, in as many rows as it takes, and where it ends.
   legend(y) {
     const all = [this.step, this.below].filter(Boolean).flatMap(step => step.lanes);
     const kinds = new Set(all.flatMap(lane => lane.actions).filter(takesTime).map(({ kind }) => kind));
@@ -143,15 +145,14 @@ class Picture {
     const sent = new Set(this.step.transfers.map(({ kind }) => kind));
     const drawn = [];
     let x = margin;
-    const label = content => {
-      drawn.push(text(x, y + 10, content, { class: 'mute', 'font-size': 11.5 }));
-      x += textWidth(content, 11.5) + 16;
+    const entry = (content, symbolWidth, symbol) => {
+      const width = symbolWidth + textWidth(content, 11.5);
+      if (x + width > this.width - margin) [x, y] = [margin, y + 20];
+      drawn.push(symbol ? symbol() : '',
+                 text(x + symbolWidth, y + 10, content, { class: 'mute', 'font-size': 11.5 }));
+      x += width + 16;
     };
-    const chip = (fill, content) => {
-      drawn.push(rect(x, y, 16, 12, { rx: 2, ...fill }));
-      x += 22;
-      label(content);
-    };
+    const chip = (fill, content) => entry(content, 22, () => rect(x, y, 16, 12, { rx: 2, ...fill }));
     for (const [kind, name] of Object.entries(kindNames)) {
       if (kinds.has(kind)) chip({ class: kind }, name);
     }
@@ -159,13 +160,12 @@ class Picture {
     chip({ class: 'ground' }, 'idle');
     if (this.peak > 0) chip({ class: 'area' }, 'activations kept');
     for (const [kind, name] of [['values', 'values'], ['grads', 'gradients']]) {
-      if (!sent.has(kind)) continue;
-      drawn.push(this.arrow(kind, ['M', x, y + 6, 'h', 18]));
-      x += 24;
-      label(name);
+      if (sent.has(kind)) entry(name, 24, () => this.arrow(kind, ['M', x, y + 6, 'h', 18]));
     }
-    if (this.step.lanes.some(lane => stagesOf(lane).length > 1)) label("darker: a rank's next stages");
-    return drawn.join('');
+    if (this.step.lanes.some(lane => stagesOf(lane).length > 1)) {
+      entry("darker: a rank's next stages", 0);
+    }
+    return { drawn: drawn.join(''), bottom: y + legendHeight };
   }
 
   // The heading, the lanes of ranks and their axis, and where they end.
