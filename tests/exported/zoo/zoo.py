@@ -258,6 +258,9 @@ def main():
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     known = {model.name: model for model in models.MODELS}
+    unknown = set(options.only or []) - set(known)
+    if unknown:
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     chosen = models.MODELS if options.only is None else [known[name] for name in options.only]
     for model in chosen:
         began = time.monotonic()
