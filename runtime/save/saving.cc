@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <exception>
 #include <future>
-#include <iterator>
 #include <map>
 #include <optional>
 #include <set>
@@ -22,7 +21,6 @@
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
-#include "runtime/parameters/sharding.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
 #include "runtime/save/average.h"
@@ -30,8 +28,8 @@
 #include "runtime/save/loading.h"
 #include "runtime/save/program_tensors.h"
 #include "runtime/save/together.h"
+#include "runtime/save/written_shard.h"
 #include "runtime/step/preparing.h"
-#include "runtime/update/divided_states.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -39,125 +37,6 @@ namespace {
 
 using checkpoint::NamedSpec;
 using checkpoint::NamedTensor;
-
-/// Which replica writes the values of a parameter, where all replicas have the same.
-class Turns {
- public:
-  /// The first writes everything; in memory, which takes as much as one gives, each about as many
-  /// bytes of this rank's parameters.
-  Turns(const Runtime& runtime, const std::vector<Model*>& models, checkpoint::Medium medium)
-      : are_taken_(medium == checkpoint::Medium::kMemory && runtime.partitioned() &&
-                   !runtime.sharding() && !shards_optimizer_state(runtime)),
-        replica_(runtime.replicas()->rank()) {
-    if (!are_taken_) return;
-    uint64_t total = 0, begin = 0;
-    std::vector<std::pair<std::string, uint64_t>> parameters;
-    for (const NamedTensor& tensor : tensors_of(runtime, models)) {
-      const auto& entry = runtime.table().at(tensor.name);
-      if (!entry.is_parameter() || !runtime.owns(entry)) continue;
-      parameters.emplace_back(tensor.name, entry.tensor.nbytes());
-      total += entry.tensor.nbytes();
-    }
-    for (const auto& [name, bytes] : parameters) {
-      const auto replicas = runtime.replicas()->size();
-      replica_of_[name] = static_cast<int>(checkpoint::share_of(begin, total, replicas));
-      begin += bytes;
-    }
-  }
-
-  bool are_taken() const { return are_taken_; }
-  /// Buffers are the first replica's.
-  int of(const std::string& name) const {
-    const auto found = replica_of_.find(name);
-    return found == replica_of_.end() ? 0 : found->second;
-  }
-
-  /// Leaves this replica's part of a state that all have.
-  void keep_mine(OptimizerState& state) const {
-    if (!are_taken_) return;
-    optim::erase_params(state, [&](const std::string& name) { return of(name) != replica_; });
-  }
-
- private:
-  const bool are_taken_;
-  const int replica_;
-  std::map<std::string, int> replica_of_;
-};
-
-/// The ranks that write, numbered.
-struct Writers {
-  /// The stages of the first replica, with all ranks of their tensor-parallel groups; where
-  /// replicas take turns or have parts of the optimizer's state those of all, and of the first that
-  /// together have all parameters. Before partitioning every stage has the whole model, so the
-  /// first writes it. Tensors that lie on the ranks like an optimizer's state are written like it.
-  Writers(const Runtime& runtime, const Turns& turns, bool writes_states) {
-    const int stages = runtime.group(CommGroup::kPp)->size();
-    const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
-    const bool all = turns.are_taken() || (writes_states && shards_optimizer_state(runtime));
-    int replicas = all ? runtime.replicas()->size() : 1;
-    if (runtime.sharding()) replicas = runtime.sharding()->parameters()->group()->size();
-    count = (runtime.partitioned() ? stages * replicas : 1) * parts;
-    const int place = runtime.replicas()->rank() * stages + runtime.rank_in(CommGroup::kPp);
-    const int part = runtime.rank_in(CommGroup::kTp);
-    mine = part < parts ? place * parts + part : count;
-  }
-
-  int count = 1;
-  int mine;
-};
-
-/// Adds this rank's part of the written states, by parameter.
-void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& state,
-                 checkpoint::Shard& shard) {
-  turns.keep_mine(state);
-  join_states_of_parts(runtime, state, JoinOn::kOne);
-  shard.optimizer_tensors.merge(optim::tensors_of(state));
-}
-
-/// The states of optimizers as that of one with the groups of all.
-OptimizerState state_of(const std::vector<Optimizer*>& optimizers) {
-  OptimizerState all;
-  for (Optimizer* optimizer : optimizers) {
-    OptimizerState state = optimizer->local_state();
-    all.params.merge(std::move(state.params));
-    std::move(state.groups.begin(), state.groups.end(), std::back_inserter(all.groups));
-  }
-  return all;
-}
-
-/// The tensors that this rank writes.
-checkpoint::Shard shard_of(const Runtime& runtime, const CheckpointParts& parts,
-                           const Turns& turns) {
-  checkpoint::Shard shard;
-  size_t turn = 0;
-  for (auto& tensor : tensors_of(runtime, parts.models())) {
-    const auto& entry = runtime.table().at(tensor.name);
-    tensor.tensor = whole_on_one(runtime, entry, turn++, turns.of(tensor.name));
-    if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
-  }
-  if (!parts.optimizers().empty()) {
-    auto state = state_of(parts.optimizers());
-    add_tensors(runtime, turns, state, shard);
-    shard.optimizer = optim::to_json(state);
-  }
-  for (Optimizer* optimizer : parts.optimizers()) {  // one of them scales the loss, or none
-    const auto scale = optimizer->loss_scaling().state();
-    if (!scale.empty()) shard.optimizer[kLossScale] = scale;
-  }
-  for (Average* average : averages_of(runtime, parts.models())) {
-    auto state = average->local_state();
-    add_tensors(runtime, turns, state, shard);
-    shard.optimizer[checkpoint::kAverages][average->name()] =
-        static_cast<uint64_t>(average->updates());
-  }
-  for (const auto& tensors : program_tensors_of(runtime, parts.models())) {
-    auto state = tensors->local_state();
-    // All replicas have them.
-    if (!turns.are_taken() && runtime.replicas()->rank() > 0) state = {};
-    add_tensors(runtime, turns, state, shard);
-  }
-  return shard;
-}
 
 /// A copy in host memory that no step changes.
 at::Tensor snapshot(const at::Tensor& tensor) {

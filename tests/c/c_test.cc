@@ -387,7 +387,7 @@ TEST_F(CInterface, TrapsAreMaskedInCalls) {
   const smp_tensor x = view(batch.x), y = view(batch.y);
   const int traps = FE_DIVBYZERO | FE_INVALID | FE_OVERFLOW;
   std::feclearexcept(FE_ALL_EXCEPT);
-  if (feenableexcept(traps) == -1) GTEST_SKIP() << "this processor has no traps";
+  ASSERT_NE(feenableexcept(traps), -1) << "this processor has no traps";
   const int code = smp_train(session_, &x, 1, "mse", &y, nullptr);
   int in_callback = 0;
   const auto gradient = [](void* seen, int64_t, const smp_tensor*, smp_tensor*, int64_t) {

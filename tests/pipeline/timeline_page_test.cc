@@ -17,12 +17,14 @@
 #include <vector>
 
 #include "pipeline/trace.h"
+#include "tests/page_data.h"
 #include "tests/pipeline/timeline_cases.h"
 
 namespace smp::pipeline {
 namespace {
 
 using nlohmann::json;
+using smp::testing::data_in;
 
 std::multiset<std::string> computes_of(const Schedule& schedule) {
   std::multiset<std::string> computes;
@@ -212,13 +214,6 @@ TEST(TimelinePage, SaysWhatAnActionIs) {
   EXPECT_DOUBLE_EQ(send->at("start"), 5);
   EXPECT_DOUBLE_EQ(send->at("end"), 5.5);
   EXPECT_EQ(send->at("bytes"), 4096);
-}
-
-/// The JSON between the page's tags, read as a browser would.
-json data_in(const std::string& page) {
-  const std::string begin = "id=\"data\">";
-  const size_t from = page.find(begin) + begin.size();
-  return json::parse(page.substr(from, page.find("</script>", from) - from));
 }
 
 TEST(TimelinePage, NeedsNothingElse) {

@@ -16,6 +16,7 @@
 #include "partitioner/order.h"
 #include "smp/smp.h"
 #include "tests/command.h"
+#include "tests/page_data.h"
 #include "tests/smp/models.h"
 #include "tools/forecast.h"
 
@@ -209,13 +210,6 @@ TEST_F(SmpPlan, ParametersComeFromAFileAndTheCommandLine) {
   EXPECT_EQ(plan["active_microbatches"], 5);
 }
 
-/// The JSON between the page's tags, read as a browser would.
-json data_in(const std::string& page) {
-  const std::string begin = "id=\"data\">";
-  const size_t from = page.find(begin) + begin.size();
-  return json::parse(page.substr(from, page.find("</script>", from) - from));
-}
-
 TEST_F(SmpPlan, Page) {
   const std::string file = save_graph(1);
   const Outcome page = run(file + " --stages 3 --microbatches 4 --format html --title 'a<b'");
@@ -224,7 +218,7 @@ TEST_F(SmpPlan, Page) {
   EXPECT_NE(page.output.find("<title>a&lt;b</title>\n<style>"), std::string::npos);
   EXPECT_EQ(page.output.find("src="), std::string::npos) << "needs nothing else";
   const json plan = run_json(file + " --stages 3 --microbatches 4");
-  const json data = data_in(page.output);
+  const json data = testing::data_in(page.output);
   EXPECT_EQ(data.at("title"), "a<b");
   EXPECT_EQ(data.at("step_us"), plan.at("step_us"));
   ASSERT_EQ(data.at("stages").size(), 3u);
