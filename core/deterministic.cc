@@ -4,6 +4,7 @@
 #include <ATen/Context.h>
 
 #include <cstdlib>
+#include <mutex>
 #include <string>
 
 #include "core/check.h"
@@ -26,6 +27,38 @@ void check_workspace() {
                  kWorkspace, " or ", kSmallWorkspace);
 }
 
+/// libtorch's choice of kernels.
+struct KernelChoice {
+  bool deterministic, only_warns;
+  bool deterministic_cudnn, benchmarks_cudnn;
+};
+constexpr KernelChoice kDeterministic = {true, false, true, false};
+
+KernelChoice choice_now() {
+  const at::Context& context = at::globalContext();
+  return {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
+          context.deterministicCuDNN(), context.benchmarkCuDNN()};
+}
+
+void choose(const KernelChoice& choice) {
+  at::Context& context = at::globalContext();
+  context.setDeterministicAlgorithms(choice.deterministic, choice.only_warns);
+  context.setDeterministicCuDNN(choice.deterministic_cudnn);
+  context.setBenchmarkCuDNN(choice.benchmarks_cudnn);
+}
+
+/// The objects of `DeterministicKernels`, and the choice after the last.
+struct Uses {
+  std::mutex mutex;
+  int count = 0;
+  KernelChoice afterwards{};
+};
+
+Uses& uses_of_process() {
+  static auto* const uses = new Uses;  // threads may still leave when static objects have ended
+  return *uses;
+}
+
 }  // namespace
 
 void set_deterministic_workspace() {
@@ -34,23 +67,27 @@ void set_deterministic_workspace() {
 
 void use_deterministic_kernels() {
   check_workspace();
-  at::Context& context = at::globalContext();
-  context.setDeterministicAlgorithms(true, /*warn_only=*/false);
-  context.setDeterministicCuDNN(true);
-  context.setBenchmarkCuDNN(false);
+  Uses& uses = uses_of_process();
+  const std::lock_guard<std::mutex> lock(uses.mutex);
+  uses.afterwards = kDeterministic;
+  choose(kDeterministic);
 }
 
-KernelChoice kernel_choice() {
-  const at::Context& context = at::globalContext();
-  return {context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
-          context.deterministicCuDNN(), context.benchmarkCuDNN()};
+DeterministicKernels::DeterministicKernels() {
+  check_workspace();
+  Uses& uses = uses_of_process();
+  const std::lock_guard<std::mutex> lock(uses.mutex);
+  if (uses.count == 0) {
+    uses.afterwards = choice_now();
+    choose(kDeterministic);
+  }
+  ++uses.count;
 }
 
-void choose_kernels(const KernelChoice& choice) {
-  at::Context& context = at::globalContext();
-  context.setDeterministicAlgorithms(choice.deterministic, choice.only_warns);
-  context.setDeterministicCuDNN(choice.deterministic_cudnn);
-  context.setBenchmarkCuDNN(choice.benchmarks_cudnn);
+DeterministicKernels::~DeterministicKernels() {
+  Uses& uses = uses_of_process();
+  const std::lock_guard<std::mutex> lock(uses.mutex);
+  if (--uses.count == 0) choose(uses.afterwards);
 }
 
 bool uses_deterministic_kernels() {

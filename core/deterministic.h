@@ -16,13 +16,16 @@ void set_deterministic_workspace();
 /// with which cuBLAS repeats its sums (`set_deterministic_workspace`).
 void use_deterministic_kernels();
 
-/// The choice that `use_deterministic_kernels` changes.
-struct KernelChoice {
-  bool deterministic, only_warns;
-  bool deterministic_cudnn, benchmarks_cudnn;
+/// Has libtorch take such kernels as long as one of these lives, on whatever thread of the process,
+/// and afterwards those that it took before.
+class DeterministicKernels {
+ public:
+  /// Throws as `use_deterministic_kernels` does.
+  DeterministicKernels();
+  ~DeterministicKernels();
+  DeterministicKernels(const DeterministicKernels&) = delete;
+  DeterministicKernels& operator=(const DeterministicKernels&) = delete;
 };
-KernelChoice kernel_choice();
-void choose_kernels(const KernelChoice& choice);
 
 /// Whether libtorch takes such kernels now.
 bool uses_deterministic_kernels();

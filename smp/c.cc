@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/c.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <atomic>
@@ -12,7 +11,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "runtime/session.h"
 #include "smp/c/call.h"
+#include "smp/c/callers_memory.h"
 #include "smp/c/session.h"
 #include "smp/c/tensors.h"
 #include "smp/group.h"
@@ -34,10 +35,6 @@ struct smp_model {
 
 namespace smp::c {
 namespace {
-
-constexpr const char* kBusy =
-    "another thread is in a call with this handle. One thread at a time uses it: guard the calls "
-    "by a lock of your own, or make them all on one thread";
 
 std::string text_or_empty(const char* text) { return text == nullptr ? "" : text; }
 
@@ -68,14 +65,17 @@ smp_code call(const smp_session* handle, Body&& body, OnError&& on_error) noexce
   try {
     if (handle == nullptr) return set_error(SMP_ERROR_USAGE, "the session is NULL");
     const Entry entry(handle->busy);
-    if (!entry.entered()) return set_error(SMP_ERROR_BUSY, kBusy);
+    entry.check();
     if (!handle->is_alive) {
       return set_error(SMP_ERROR_ENDED,
                        "the session has ended by an earlier error; smp_close frees "
                        "it. That was: " +
                            handle->cause);
     }
-    const smp_code code = run(body);
+    const smp_code code = run([&](const MaskedTraps& masked) {
+      const runtime::SessionScope here(handle->session->ranks());
+      body(masked);
+    });
     return code == SMP_OK ? code : on_error(code);
   } catch (...) {
     return code_of_exception();
@@ -107,7 +107,7 @@ smp_code call_model(smp_model* handle, Body&& body) noexcept {
   try {
     if (handle == nullptr) return set_error(SMP_ERROR_USAGE, "the model is NULL");
     const Entry entry(handle->busy);
-    if (!entry.entered()) return set_error(SMP_ERROR_BUSY, kBusy);
+    entry.check();
     return run(body);
   } catch (...) {
     return code_of_exception();
@@ -127,25 +127,35 @@ int open(const char* config, const std::optional<int64_t>& communicator, smp_ses
   });
 }
 
-at::Tensor target_of(const smp_tensor* target) {
-  return target == nullptr ? at::Tensor() : read_tensor(*target, "the target");
+/// Frees a handle, unless it is in a call.
+template <class Handle, class End>
+smp_code close(Handle* handle, const End& end) noexcept {
+  if (handle == nullptr) return SMP_OK;
+  try {
+    Entry(handle->busy).check();
+  } catch (...) {
+    return code_of_exception();
+  }
+  return end(std::unique_ptr<Handle>(handle));
 }
 
-/// Calls the caller's function in the place of a C++ one.
-OutputGradient gradient_of(smp_gradient_callback callback, void* context,
+at::Tensor target_of(const smp_tensor* target, at::Device device) {
+  return target == nullptr ? at::Tensor() : read_tensor(*target, "the target", device);
+}
+
+/// Calls the caller's function in the place of a C++ one, with structures of `size` bytes.
+OutputGradient gradient_of(smp_gradient_callback callback, void* context, int64_t size,
                            const MaskedTraps& masked) {
   SMP_CHECK_WITH(UsageError, callback != nullptr,
                  "the function that gives gradients is NULL. Pass one");
-  return [callback, context, &masked](int microbatch, const std::vector<at::Tensor>& outputs,
-                                      const std::vector<at::Tensor>& gradients) {
-    std::vector<smp_tensor> given, asked;
-    for (const at::Tensor& output : outputs) given.push_back(describe(output));
-    for (const at::Tensor& gradient : gradients) asked.push_back(describe(gradient));
+  return [callback, context, size, &masked](int microbatch, const std::vector<at::Tensor>& outputs,
+                                            const std::vector<at::Tensor>& gradients) {
+    DescribedArray given(outputs, size), asked(gradients, size);
     int result = 0;
     {
-      const CallersTraps traps(masked);
+      const Callback here(masked);
       result = callback(context, microbatch, given.data(), asked.data(),
-                        static_cast<int64_t>(given.size()));
+                        static_cast<int64_t>(outputs.size()));
     }
     SMP_CHECK_WITH(UsageError, result == 0, "the function that gives gradients has returned ",
                    result, " for microbatch ", microbatch, ", and so has failed");
@@ -165,7 +175,7 @@ int smp_set_threads(int64_t threads) {
   return run([&](const MaskedTraps&) {
     SMP_CHECK_WITH(smp::UsageError, threads >= 1 && threads <= 1024, threads,
                    " is no number of threads: expected 1 to 1024");
-    at::set_num_threads(static_cast<int>(threads));
+    KernelThreads::choose(static_cast<int>(threads));
   });
 }
 
@@ -178,14 +188,10 @@ int smp_open_mpi(const char* config, int64_t communicator, smp_session** session
 }
 
 int smp_close(smp_session* session) {
-  if (session == nullptr) return SMP_OK;
-  {
-    const Entry entry(session->busy);
-    if (!entry.entered()) return set_error(SMP_ERROR_BUSY, kBusy);
-  }
-  const std::unique_ptr<smp_session> owned(session);
-  const smp_code code = run([&](const MaskedTraps&) { owned->session->end(); });
-  return owned->is_alive ? code : SMP_OK;
+  return close(session, [](std::unique_ptr<smp_session> owned) {
+    const smp_code code = run([&](const MaskedTraps&) { owned->session->end(); });
+    return owned->is_alive ? code : SMP_OK;
+  });
 }
 
 int smp_is_alive(const smp_session* session) {
@@ -206,6 +212,12 @@ int smp_replica(const smp_session* session, int64_t* replica, int64_t* replicas)
   });
 }
 
+int smp_set_device(smp_session* session, int32_t device, int32_t device_index) {
+  return call_alone(session, [&](const MaskedTraps&) {
+    session->session->set_device(device_of(device, device_index, "the session"));
+  });
+}
+
 int smp_load(smp_session* session, const char* train, const char* eval) {
   return call_together(session, [&](const MaskedTraps&) {
     session->session->load(text_or_empty(train), text_or_empty(eval));
@@ -223,32 +235,50 @@ int smp_set_learning_rate(smp_session* session, double rate) {
                     [&](const MaskedTraps&) { session->session->set_learning_rate(rate); });
 }
 
+int smp_loss_scale(const smp_session* session, double* scale, int64_t* skipped) {
+  return call_alone(session, [&](const MaskedTraps&) {
+    const auto& optimizer = session->session->optimizer().core();
+    place(scale, "loss scale") = optimizer.loss_scale();
+    place(skipped, "number of skipped steps") = optimizer.overflow() ? 1 : 0;
+  });
+}
+
 int smp_train(smp_session* session, const smp_tensor* inputs, int64_t count, const char* loss_name,
               const smp_tensor* target, double* loss) {
+  const CallersMemory memory(inputs, count, target);
   return call_together(session, [&](const MaskedTraps&) {
+    const at::Device device = session->session->device();
     const double value =
-        session->session->train(read_tensors(inputs, count, "input"),
-                                needed(loss_name, "name of the loss"), target_of(target));
+        session->session->train(read_tensors(inputs, count, "input", device),
+                                needed(loss_name, "name of the loss"), target_of(target, device));
+    memory.wait_for_gpus();
     if (loss != nullptr) *loss = value;
   });
 }
 
 int smp_train_by_gradient(smp_session* session, const smp_tensor* inputs, int64_t count,
                           smp_gradient_callback callback, void* context) {
+  const CallersMemory memory(inputs, count);
   return call_together(session, [&](const MaskedTraps& masked) {
-    session->session->train_by_gradient(read_tensors(inputs, count, "input"),
-                                        gradient_of(callback, context, masked));
+    NamedTensors read = read_tensors(inputs, count, "input", session->session->device());
+    const int64_t size = count > 0 ? inputs->struct_size : kSize;
+    session->session->train_by_gradient(std::move(read),
+                                        gradient_of(callback, context, size, masked));
+    memory.wait_for_gpus();
   });
 }
 
 int smp_evaluate(smp_session* session, const smp_tensor* inputs, int64_t count,
                  const char* loss_name, const smp_tensor* target, double* loss, smp_tensor* outputs,
                  int64_t output_count) {
+  const CallersMemory memory(inputs, count, target, outputs, output_count);
   return call_together(session, [&](const MaskedTraps&) {
+    const at::Device device = session->session->device();
     const auto name = loss_name == nullptr ? std::nullopt : std::optional<std::string>(loss_name);
-    const auto evaluated =
-        session->session->evaluate(read_tensors(inputs, count, "input"), name, target_of(target));
+    const auto evaluated = session->session->evaluate(read_tensors(inputs, count, "input", device),
+                                                      name, target_of(target, device));
     write_tensors(evaluated.first, outputs, output_count);
+    memory.wait_for_gpus();
     if (loss != nullptr) *loss = evaluated.second;
   });
 }
@@ -262,6 +292,12 @@ int smp_save(smp_session* session, const char* folder, const char* tag) {
 int smp_save_weights(smp_session* session, const char* folder, const char* tag) {
   return call_on_files(session, [&](const MaskedTraps&) {
     session->session->save_weights(needed(folder, "folder"), needed(tag, "tag"));
+  });
+}
+
+int smp_save_program(smp_session* session, const char* program, const char* path) {
+  return call_on_files(session, [&](const MaskedTraps&) {
+    session->session->save_program(text_or_empty(program), needed(path, "path"));
   });
 }
 
@@ -309,18 +345,17 @@ int smp_model_load(smp_model* model, const char* checkpoint) {
 
 int smp_model_run(smp_model* model, const smp_tensor* inputs, int64_t count, smp_tensor* outputs,
                   int64_t output_count) {
+  const CallersMemory memory(inputs, count, nullptr, outputs, output_count);
   return call_model(model, [&](const MaskedTraps&) {
     const at::NoGradGuard no_grad;
-    const NamedTensors read = read_tensors(inputs, count, "input");
+    const NamedTensors read = read_tensors(inputs, count, "input", at::kCPU);
     write_tensors(model->program->forward(read.tensors, read.names), outputs, output_count);
+    memory.wait_for_gpus();
   });
 }
 
 int smp_model_close(smp_model* model) {
-  if (model == nullptr) return SMP_OK;
-  {
-    const Entry entry(model->busy);
-    if (!entry.entered()) return set_error(SMP_ERROR_BUSY, kBusy);
-  }
-  return run([&](const MaskedTraps&) { delete model; });
+  return close(model, [](std::unique_ptr<smp_model> owned) {
+    return run([&](const MaskedTraps&) { owned = nullptr; });
+  });
 }

@@ -8,18 +8,24 @@
  *
  * Calls. Each returns an smp_code; smp_last_error() has the text of the last failed call of the
  * thread. No exception leaves a call, and no call ends the process, starts or ends MPI or changes
- * its error handlers. A session is used by one thread at a time: a second one gets SMP_ERROR_BUSY.
- * Calls have the default floating-point environment, without traps, as libtorch's kernels expect,
- * and give the caller's back. Memory of outputs overlaps no other memory of the call.
+ * its error handlers. Calls have the default floating-point environment, without traps, as
+ * libtorch's kernels expect, and give the caller's back, as they do with OpenMP's number of
+ * threads. Memory of outputs overlaps no other memory of the call.
+ *
+ * Sessions. A process may have several at the same time, of the same ranks or of others, which know
+ * nothing of each other: an error ends its own only. A session is used by one thread at a time: a
+ * second one gets SMP_ERROR_BUSY. Several threads may each use a session of their own; a thread
+ * that uses several makes their calls in the same order as the other ranks' threads do.
  *
  * Collective calls are made by all ranks of a session, in the same order. An error of one of them
  * ends the session on all its ranks: the others' calls return SMP_ERROR_COMM, later ones
  * SMP_ERROR_ENDED, and smp_close is what remains. Only SMP_ERROR_CHECKPOINT, of smp_save,
- * smp_save_weights and smp_resume, is the same on all ranks and leaves the session as it was.
- * smp_is_alive says which it is.
+ * smp_save_weights, smp_save_program and smp_resume, is the same on all ranks and leaves the
+ * session as it was. smp_is_alive says which it is.
  *
  * Structures begin with struct_size, which the caller sets to sizeof of the structure: a program
- * that was compiled with an older header works with a newer library.
+ * that was compiled with an older header works with a newer library. Members that a call does not
+ * name are 0.
  */
 
 #include <stdint.h>
@@ -28,8 +34,12 @@
 extern "C" {
 #endif
 
-/** The version of this header. Numbers, functions and members of a version stay in later ones. */
-#define SMP_C_VERSION 1
+/**
+ * The version of this header. Numbers, functions and members of a version stay in later ones.
+ * Version 2 has added devices and DLPack to smp_tensor, smp_set_device, smp_loss_scale, the loss
+ * scale's options of smp_optimizer, smp_save_program, and several sessions at the same time.
+ */
+#define SMP_C_VERSION 2
 
 /** The most dimensions of a tensor. */
 #define SMP_MAX_DIMS 8
@@ -74,7 +84,26 @@ typedef enum smp_layout {
   SMP_STRIDED = 2       /**< `strides` are given. */
 } smp_layout;
 
-/** A tensor on memory of the caller, in host memory. A call borrows it until it returns. */
+/** Kinds of memory. */
+typedef enum smp_device {
+  SMP_CPU = 0, /**< The host's memory. */
+  SMP_GPU = 1  /**< That of a GPU, of the kind that the library was built for. */
+} smp_device;
+
+/** Tensors of other libraries, as their header dlpack.h declares them. */
+struct DLManagedTensor;
+struct DLManagedTensorVersioned;
+
+/**
+ * A tensor on memory of the caller. A call borrows it until it returns. Memory of a GPU is ready
+ * when the call begins: the caller has waited for what it does there; and when the call returns,
+ * the library has done its part.
+ *
+ * An input or a target may be given by DLPack instead: then `dlpack` or `dlpack_versioned` says all
+ * but the name, and `data` is NULL. The call takes it over, whether it succeeds or not: it calls
+ * its deleter once, on the calling thread, before it returns. Memory that DLPack calls read-only is
+ * copied.
+ */
 typedef struct smp_tensor {
   int64_t struct_size;           /**< sizeof(smp_tensor) */
   int32_t dtype;                 /**< an smp_dtype */
@@ -84,9 +113,14 @@ typedef struct smp_tensor {
   int64_t strides[SMP_MAX_DIMS]; /**< elements between neighbours, for SMP_STRIDED */
   void* data;                    /**< the element of index 0, 0, ... */
   const char* name;              /**< name of an input that is given by it; else NULL */
+  /* Since version 2: */
+  int32_t device;                                    /**< an smp_device */
+  int32_t device_index;                              /**< the number of the GPU; 0 for SMP_CPU */
+  struct DLManagedTensor* dlpack;                    /**< an input by DLPack; else NULL */
+  struct DLManagedTensorVersioned* dlpack_versioned; /**< the same of DLPack 1.0 and later */
 } smp_tensor;
 
-/** A session: a configuration, ranks, a model and its optimizer. One at a time in a process. */
+/** A session: a configuration, ranks, a model and its optimizer. */
 typedef struct smp_session smp_session;
 
 /** A model that is only run, without a session. */
@@ -96,10 +130,11 @@ typedef struct smp_model smp_model;
  * Gives the gradients of a microbatch's outputs: a sum over microbatches is made of what they lead
  * to, and divided by their number. `outputs` are those of the model that need a gradient, in their
  * order, `gradients` as many tensors of the same sizes and types to be filled in; both are
- * contiguous (SMP_ROW_MAJOR) and end with the call. `microbatch` counts from 0 in each call of
- * smp_train_by_gradient. Another result than 0 is an error, which ends the session. It is called on
- * the thread of that call, with the caller's floating-point traps, on the ranks of the last stage
- * of the pipeline only, and must not call functions of this header.
+ * contiguous (SMP_ROW_MAJOR), in the host's memory, and end with the call. `microbatch` counts from
+ * 0 in each call of smp_train_by_gradient. Another result than 0 is an error, which ends the
+ * session. It is called on the thread of that call, with the caller's floating-point traps and
+ * OpenMP's number of threads, on the ranks of the last stage of the pipeline only. Functions of
+ * this header that it calls there are refused.
  */
 typedef int (*smp_gradient_callback)(void* context, int64_t microbatch, const smp_tensor* outputs,
                                      smp_tensor* gradients, int64_t count);
@@ -110,7 +145,10 @@ SMP_C_API int smp_c_version(void);
 /** The text of the last call of this thread that failed; valid until its next one fails. */
 SMP_C_API const char* smp_last_error(void);
 
-/** Sets how many threads the kernels of this process use: equal bits need equal numbers. */
+/**
+ * Sets how many threads the kernels of all calls use, on whatever thread: equal bits need equal
+ * numbers. Without it that is libtorch's number at the first call.
+ */
 SMP_C_API int smp_set_threads(int64_t threads);
 
 /**
@@ -143,6 +181,12 @@ SMP_C_API int smp_rank(const smp_session* session, int64_t* rank, int64_t* size)
 SMP_C_API int smp_replica(const smp_session* session, int64_t* replica, int64_t* replicas);
 
 /**
+ * Chooses where this rank computes, an smp_device and its number; without this call on the CPU.
+ * Before the first step. Not collective, but all ranks of a session choose devices of one kind.
+ */
+SMP_C_API int smp_set_device(smp_session* session, int32_t device, int32_t device_index);
+
+/**
  * Loads the model of the session, once: the program that Python exported in training mode, the one
  * it exported in evaluation mode, or both; NULL for none. Collective.
  */
@@ -151,13 +195,21 @@ SMP_C_API int smp_load(smp_session* session, const char* train, const char* eval
 /**
  * Makes the optimizer, once, after smp_load: "sgd", "adam", "adamw", "adagrad" or "rmsprop" as in
  * libtorch, or "fused_sgd", "fused_adam", "fused_adamw", "fused_adagrad" with its fused kernels.
- * `options` are JSON text by libtorch's names, such as {"lr": 1e-3, "betas": [0.9, 0.95]}, and
- * "clip_grad_norm", the norm to which all gradients are clipped; NULL for defaults. Collective.
+ * `options` are JSON text by libtorch's names, such as {"lr": 1e-3, "betas": [0.9, 0.95]};
+ * "clip_grad_norm", the norm to which all gradients are clipped; and the loss scale, for models in
+ * half precision: either "static_loss_scale", a number, or "dynamic_loss_scale": true with
+ * "dynamic_loss_args", an object (docs/precision.md). NULL for defaults. Collective.
  */
 SMP_C_API int smp_optimizer(smp_session* session, const char* name, const char* options);
 
 /** Sets the learning rate from now on, the same on all ranks. */
 SMP_C_API int smp_set_learning_rate(smp_session* session, double rate);
+
+/**
+ * The loss scale of the next step, and 1 in `skipped` if the last one has updated nothing since
+ * its gradients had overflowed on some rank; else 0. Not collective.
+ */
+SMP_C_API int smp_loss_scale(const smp_session* session, double* scale, int64_t* skipped);
 
 /**
  * One step of training: gradients of the loss, and an update of the optimizer. `inputs` are those
@@ -195,6 +247,14 @@ SMP_C_API int smp_save(smp_session* session, const char* folder, const char* tag
  * read. Collective.
  */
 SMP_C_API int smp_save_weights(smp_session* session, const char* folder, const char* tag);
+
+/**
+ * Writes the program of the file `program` with the trained weights as the file `path`, for
+ * smp_model_open, smp_load and Python's torch.export.load: a program that smp_load was given, or
+ * another one of the same model; NULL: that of evaluation, or without one that of training. Rank 0
+ * reads and writes. Collective.
+ */
+SMP_C_API int smp_save_program(smp_session* session, const char* program, const char* path);
 
 /**
  * Goes on from the checkpoint `tag` of smp_save, on any number of ranks; NULL: the newest of

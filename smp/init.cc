@@ -15,20 +15,18 @@
 #include <utility>
 #include <vector>
 
-#include "comm/session_world.h"
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
 #include "core/check.h"
 #include "core/deterministic.h"
 #include "core/env.h"
 #include "core/failure.h"
-#include "core/heap.h"
 #include "core/restart.h"
 #include "core/status.h"
-#include "core/stop_request.h"
 #include "core/tensor_memory.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
+#include "runtime/session.h"
 #include "smp/detail/session.h"
 #include "smp/exit_status.h"
 
@@ -43,14 +41,21 @@ std::terminate_handler previous_terminate = nullptr;
 /// The process that called `init`. One that it has forked is no rank.
 pid_t rank_process = 0;
 
-/// The world of a session that `begin_session` began; nothing in programs that call `init`.
-std::optional<comm::SessionWorld>& session_world() {
-  static auto* world = new std::optional<comm::SessionWorld>;  // outlives its threads
-  return *world;
-}
+/// The session that `begin_session` began, for all threads of the process.
+struct ProcessSession {
+  explicit ProcessSession(std::unique_ptr<runtime::Session> begun) : session(std::move(begun)) {
+    if (session->runtime()->config().deterministic()) kernels.emplace();
+  }
 
-/// libtorch's kernels before the session, which are chosen again after it.
-core::KernelChoice kernels_before_session;
+  const std::unique_ptr<runtime::Session> session;
+  std::optional<core::DeterministicKernels> kernels;
+};
+
+/// Null in programs that call `init`.
+std::unique_ptr<ProcessSession>& process_session() {
+  static auto* session = new std::unique_ptr<ProcessSession>;  // outlives its threads
+  return *session;
+}
 
 bool is_rank() { return rank_process == getpid() && Runtime::exists(); }
 
@@ -113,16 +118,13 @@ struct LastStatus {
   ~LastStatus() { core::set_process_status(nullptr); }
 };
 
-/// Ends the session, after which there may be another one, or the process's world.
-void finish_world() {
-  if (!session_world()) {
-    comm::finalize_world();
-    return;
-  }
-  auto ended = std::exchange(session_world(), std::nullopt);
+/// Ends the session, after which there may be another one.
+void end_process_session() {
+  const LastStatus status;
+  const auto ended = std::exchange(process_session(), nullptr);
+  Runtime::set_for_process(nullptr);
   core::set_error_context("");
-  core::choose_kernels(kernels_before_session);
-  ended->finish();
+  ended->session->end();
 }
 
 /// Ends the rank with the others; an error on the way is left for the launcher. `call` as errors
@@ -135,7 +137,7 @@ void end_world(const char* call) {
   const core::CallScope here(call, "smp::shutdown", "smp::shutdown");
   Runtime::set_for_process(nullptr);
   try {
-    finish_world();
+    comm::finalize_world();
   } catch (const std::exception& error) {
     core::record_failure(rank, error);
     throw;
@@ -166,7 +168,7 @@ bool is_failure(int status) {
 /// copies of the job's objects, which it must not end. `_Exit`, because destructors of static
 /// objects might wait for other ranks.
 void finish_at_exit(int status, void*) {
-  if (!Runtime::exists() || session_world()) return;
+  if (!Runtime::exists() || process_session()) return;
   flush_streams();
   if (!is_rank()) std::_Exit(status);
   if (is_failure(status)) end_with(status);
@@ -200,23 +202,10 @@ bool is_deterministic(const Config& config) {
   }
 }
 
-/// Does the work that has to precede the threads of the world.
-void prepare_process(const Config& config) {
-  if (config.deterministic()) core::set_deterministic_workspace();
-  if (config.preempt_seconds() > 0) {
-    core::take_stop_requests(
-        std::chrono::nanoseconds(static_cast<int64_t>(config.preempt_seconds() * 1e9)));
-  }
-}
-
-std::chrono::milliseconds timeout_of(const Config& config) {
-  return std::chrono::milliseconds(static_cast<int64_t>(config.timeout_seconds() * 1000));
-}
-
 comm::CommunicatorPtr meet(const Config& config) {
   const Config effective = config_of_meeting(config);
-  prepare_process(effective);
-  return comm::make_world(timeout_of(effective),
+  runtime::prepare_process(effective);
+  return comm::make_world(runtime::timeout_of(effective),
                           static_cast<int>(effective.ddp_port().value_or(0)));
 }
 
@@ -225,59 +214,8 @@ void start_runtime(const Config& config, const comm::CommunicatorPtr& world,
                    const std::vector<std::string>& hosts) {
   Runtime::set_for_process(std::make_shared<Runtime>(config, world, hosts));
   if (Runtime::get().config().deterministic()) core::use_deterministic_kernels();
-  if (Runtime::get().config().keep_freed_memory()) {
-    core::keep_freed_memory();
-    core::take_tensor_memory_from_malloc();
-  }
+  runtime::choose_memory(Runtime::get().config());
   runtime::note_steps(Runtime::get());
-}
-
-/// The start of a session: its configuration, or the error for which this rank cannot begin.
-class Start {
- public:
-  explicit Start(const std::function<Config()>& config) {
-    try {
-      SMP_CHECK_WITH(UsageError, !Runtime::exists(),
-                     "a session was begun while another one is open in this process. End that "
-                     "first: smp::shutdown() or smp_close()");
-      Config effective = config().merged_with_environment();
-      effective.validate();
-      prepare_process(effective);
-      config_ = effective;
-    } catch (const std::exception& error) {
-      error_ = std::current_exception();
-      problem_ = core::message_of(error);
-    }
-  }
-
-  const Config& config() const { return config_; }
-  std::chrono::milliseconds timeout() const { return timeout_of(config_); }
-  const std::exception_ptr& error() const { return error_; }
-  const std::string& problem() const { return problem_; }
-
- private:
-  Config config_;
-  std::exception_ptr error_;
-  std::string problem_;
-};
-
-/// Sets up the runtime of a session whose ranks have met.
-void run_session(const Config& config) {
-  const comm::CommunicatorPtr world = session_world()->world();
-  rank_process = getpid();
-  core::note_arrival();
-  kernels_before_session = core::kernel_choice();
-  try {
-    start_runtime(config, world, session_world()->hosts());
-    // A rank that fails at once must not end the store while others form groups there.
-    world->barrier();
-  } catch (const std::exception& error) {
-    const LastStatus status;
-    world->abort(core::message_of(error));
-    Runtime::set_for_process(nullptr);
-    finish_world();
-    throw;
-  }
 }
 
 }  // namespace
@@ -299,23 +237,22 @@ void init(const Config& config) {
   SMP_INTERNAL_ASSERT(registered, "nothing would end MPI at exit");
 }
 
-void detail::begin_session(const std::function<Config()>& config,
-                           const std::optional<int64_t>& communicator) {
-  const Start start(config);
-  if (start.error() && !communicator) std::rethrow_exception(start.error());
-  try {
-    auto met = communicator
-                   ? comm::SessionWorld::meet(*communicator, start.timeout(), start.problem())
-                   : comm::SessionWorld::alone();
-    session_world() = std::move(met);
-  } catch (const std::exception&) {
-    if (start.error()) std::rethrow_exception(start.error());
-    throw;
-  }
-  run_session(start.config());
+void detail::begin_session(const Config& config, int64_t communicator) {
+  const auto checked = [&] {
+    SMP_CHECK_WITH(UsageError, !Runtime::exists(),
+                   "a session was begun while another one is open in this process. End that "
+                   "first: smp::shutdown()");
+    return config;
+  };
+  auto begun = std::make_unique<runtime::Session>(checked, communicator);
+  process_session() = std::make_unique<ProcessSession>(std::move(begun));
+  const runtime::Session& session = *process_session()->session;
+  Runtime::set_for_process(session.runtime());
+  core::set_error_context(session.error_context());
 }
 
 void shutdown() {
+  if (process_session()) return end_process_session();
   end_world("smp::shutdown");
   restore_terminate_handler();
 }

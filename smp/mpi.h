@@ -24,7 +24,7 @@ namespace smp {
 /// thread that may not call MPI and while there is another session, and `CommError` on all ranks
 /// when one of them has thrown or cannot be reached.
 inline void init(const Config& config, MPI_Comm communicator) {
-  detail::begin_session([&config] { return config; }, MPI_Comm_c2f(communicator));
+  detail::begin_session(config, MPI_Comm_c2f(communicator));
 }
 
 }  // namespace smp

@@ -17,6 +17,8 @@ module smp_c
     integer(c_int64_t) :: strides(8) = 0
     type(c_ptr) :: data = c_null_ptr
     type(c_ptr) :: name = c_null_ptr
+    integer(c_int32_t) :: device = 0, device_index = 0
+    type(c_ptr) :: dlpack = c_null_ptr, dlpack_versioned = c_null_ptr
   end type
 
   abstract interface

@@ -18,39 +18,71 @@ const char* last_error() noexcept;
 /// The code of the exception that is being handled, of which `set_error` keeps the text.
 smp_code code_of_exception() noexcept;
 
+/// The error of a second thread that uses a handle.
+class Busy : public std::exception {
+ public:
+  const char* what() const noexcept override;
+};
+
+/// While it lives, kernels of this thread use as many threads as those of all calls, and OpenMP's
+/// number, which is one for each thread, is not the caller's.
+class KernelThreads {
+ public:
+  KernelThreads();
+  ~KernelThreads();
+  KernelThreads(const KernelThreads&) = delete;
+  KernelThreads& operator=(const KernelThreads&) = delete;
+
+  /// Sets the number for all calls from now on; without it that is libtorch's at the first call.
+  static void choose(int number);
+
+  int callers() const { return callers_; }
+
+ private:
+  const int callers_;
+};
+
 /// While it lives, this thread computes as libtorch's kernels expect it, whatever the caller has
 /// set: floating-point exceptions do not trap and leave no flags, results are rounded to the
-/// nearest number, and subnormal ones are kept.
+/// nearest number, and subnormal ones are kept; and threads are as `KernelThreads` has them.
 class MaskedTraps {
  public:
-  MaskedTraps() {
-    std::feholdexcept(&callers_);
-    std::fesetenv(FE_DFL_ENV);
-  }
+  MaskedTraps() = default;
   ~MaskedTraps() { std::fesetenv(&callers_); }
   MaskedTraps(const MaskedTraps&) = delete;
   MaskedTraps& operator=(const MaskedTraps&) = delete;
 
   const std::fenv_t& callers() const { return callers_; }
+  const KernelThreads& threads() const { return threads_; }
 
  private:
-  std::fenv_t callers_{};
+  static std::fenv_t mask() {
+    std::fenv_t callers{};
+    std::feholdexcept(&callers);
+    std::fesetenv(FE_DFL_ENV);
+    return callers;
+  }
+
+  const std::fenv_t callers_ = mask();
+  const KernelThreads threads_;  // threads that it starts have the traps of this one
 };
 
-/// While it lives, the caller's traps and rounding are as before its call: for callbacks.
-class CallersTraps {
+/// While it lives, this thread is in a callback: the caller's traps, rounding and threads are as
+/// before its call, and other calls are refused.
+class Callback {
  public:
-  explicit CallersTraps(const MaskedTraps& masked) {
-    std::fegetenv(&ours_);
-    std::fesetenv(&masked.callers());
-  }
-  ~CallersTraps() { std::fesetenv(&ours_); }
-  CallersTraps(const CallersTraps&) = delete;
-  CallersTraps& operator=(const CallersTraps&) = delete;
+  explicit Callback(const MaskedTraps& masked);
+  ~Callback();
+  Callback(const Callback&) = delete;
+  Callback& operator=(const Callback&) = delete;
 
  private:
   std::fenv_t ours_{};
+  const int our_threads_;
 };
+
+/// Throws `UsageError` in a callback.
+void check_no_callback();
 
 /// Marks a handle as being in a call, unless another call is.
 class Entry {
@@ -62,7 +94,8 @@ class Entry {
   Entry(const Entry&) = delete;
   Entry& operator=(const Entry&) = delete;
 
-  bool entered() const { return entered_; }
+  /// Throws `Busy` where another call is, and as `check_no_callback` does.
+  void check() const;
 
  private:
   std::atomic<bool>& busy_;
@@ -73,8 +106,9 @@ class Entry {
 /// become codes.
 template <class Body>
 smp_code run(Body&& body) noexcept {
-  const MaskedTraps masked;
   try {
+    check_no_callback();
+    const MaskedTraps masked;
     body(masked);
     return SMP_OK;
   } catch (...) {

@@ -17,6 +17,7 @@
 #include "core/json_reader.h"
 #include "core/text.h"
 #include "smp/distributed_optimizer.h"
+#include "smp/loss_scale_options.h"
 #include "smp/optim/fused.h"
 
 namespace smp::c {
@@ -89,8 +90,6 @@ Setters<torch::optim::RMSpropOptions> setters_of(const torch::optim::RMSpropOpti
           SMP_OPTION(momentum, number), SMP_OPTION(centered, boolean)};
 }
 
-#undef SMP_OPTION
-
 template <class Map>
 std::string names_of(const Map& map) {
   std::string names;
@@ -98,34 +97,108 @@ std::string names_of(const Map& map) {
   return names;
 }
 
-constexpr const char* kClip = "clip_grad_norm";
-
 std::string source_of(const std::string& name) {
   return "the options of optimizer \"" + name + "\"";
+}
+
+/// The options of all optimizers.
+struct CommonOptions {
+  std::optional<double> clip_grad_norm, static_loss_scale;
+  bool dynamic_loss_scale = false;
+  std::optional<DynamicLossArgs> dynamic_loss_args;
+};
+
+Setters<DynamicLossArgs> setters_of(const DynamicLossArgs&) {
+  return {SMP_OPTION(init_scale, number),     SMP_OPTION(scale_factor, number),
+          SMP_OPTION(scale_window, integer),  SMP_OPTION(min_scale, number),
+          SMP_OPTION(delayed_shift, integer), SMP_OPTION(consecutive_hysteresis, boolean)};
+}
+
+#undef SMP_OPTION
+
+DynamicLossArgs dynamic_loss_args(const JsonReader& value) {
+  if (!value.value().is_object()) value.fail_expected("an object");
+  DynamicLossArgs args;
+  const auto setters = setters_of(args);
+  for (const auto& entry : value.value().items()) {
+    const auto found = setters.find(entry.key());
+    if (found == setters.end()) value.fail_expected("an object of " + names_of(setters));
+    found->second(args, value.at(entry.key()));
+  }
+  return args;
+}
+
+double above_zero(const JsonReader& value) {
+  const double number = value.number();
+  if (!(number > 0)) value.fail_expected("a number above 0");
+  return number;
+}
+
+Setters<CommonOptions> setters_of(const CommonOptions&) {
+  return {{"clip_grad_norm",
+           [](CommonOptions& options, const JsonReader& value) {
+             options.clip_grad_norm = above_zero(value);
+           }},
+          {"static_loss_scale",
+           [](CommonOptions& options, const JsonReader& value) {
+             options.static_loss_scale = above_zero(value);
+           }},
+          {"dynamic_loss_scale",
+           [](CommonOptions& options, const JsonReader& value) {
+             options.dynamic_loss_scale = value.boolean();
+           }},
+          {"dynamic_loss_args", [](CommonOptions& options, const JsonReader& value) {
+             options.dynamic_loss_args = dynamic_loss_args(value);
+           }}};
+}
+
+/// Nothing where no scale was asked for. Throws `ConfigError` for options that would do nothing.
+std::optional<LossScaleOptions> loss_scale_of(const std::string& name,
+                                              const CommonOptions& options) {
+  const bool is_dynamic = options.dynamic_loss_scale;
+  SMP_CHECK_WITH(ConfigError, !is_dynamic || !options.static_loss_scale,
+                 source_of(name), ": static_loss_scale and dynamic_loss_scale were both given. Give ",
+                 "one of them");
+  SMP_CHECK_WITH(ConfigError, is_dynamic || !options.dynamic_loss_args,
+                 source_of(name), ": dynamic_loss_args were given, and the loss scale is not dynamic. ",
+                 "Give \"dynamic_loss_scale\": true, too, or leave them out");
+  if (!is_dynamic && !options.static_loss_scale) return std::nullopt;
+  return LossScaleOptions()
+      .static_loss_scale(options.static_loss_scale.value_or(1))
+      .dynamic_loss_scale(is_dynamic)
+      .dynamic_loss_args(options.dynamic_loss_args.value_or(DynamicLossArgs()));
+}
+
+/// Sets the options of this optimizer and those of all.
+template <class Options>
+void read_options(const std::string& name, const nlohmann::json& json, Options& options,
+                  CommonOptions& common) {
+  const JsonReader reader(json, source_of(name));
+  const auto setters = setters_of(options);
+  const auto common_setters = setters_of(common);
+  for (const auto& entry : json.items()) {
+    const auto own = setters.find(entry.key());
+    const auto found = common_setters.find(entry.key());
+    SMP_CHECK_WITH(ConfigError, own != setters.end() || found != common_setters.end(),
+                   "optimizer \"", name, "\" has no option \"", core::printable(entry.key(), 100),
+                   "\". It has ", names_of(setters), ", ", names_of(common_setters));
+    if (own != setters.end()) own->second(options, reader.at(entry.key()));
+    if (found != common_setters.end()) found->second(common, reader.at(entry.key()));
+  }
 }
 
 template <class Base, class Options>
 std::unique_ptr<NamedOptimizer> make(const std::string& name, const nlohmann::json& json,
                                      std::vector<at::Tensor> parameters, Options options) {
-  const JsonReader reader(json, source_of(name));
-  std::optional<double> clip;
-  const auto setters = setters_of(options);
-  for (const auto& entry : json.items()) {
-    const auto found = setters.find(entry.key());
-    if (entry.key() == kClip) {
-      clip = reader.at(kClip).number();
-      if (!(*clip > 0)) reader.at(kClip).fail_expected("a number above 0");
-      continue;
-    }
-    SMP_CHECK_WITH(ConfigError, found != setters.end(), "optimizer \"", name,
-                   "\" has no option \"", core::printable(entry.key(), 100), "\". It has ",
-                   names_of(setters), " and \"", kClip, "\"");
-    found->second(options, reader.at(entry.key()));
-  }
+  CommonOptions common;
+  read_options(name, json, options, common);
   try {
     auto optimizer = std::make_unique<Made<Base>>(std::move(parameters), options);
-    optimizer->clip_grad_norm = clip;
+    optimizer->clip_grad_norm = common.clip_grad_norm;
+    if (const auto scale = loss_scale_of(name, common)) optimizer->core().scale_loss(*scale);
     return optimizer;
+  } catch (const UsageError& error) {  // ours, of a loss scale's
+    core::fail<ConfigError>(source_of(name), ": ", core::text_without_prefix(error));
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& error) {  // libtorch's, of a number without meaning

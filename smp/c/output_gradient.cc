@@ -5,10 +5,11 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
-#include "pipeline/action.h"
+#include "pipeline/observer.h"
 #include "runtime/runtime.h"
 
 namespace smp::c {
@@ -24,6 +25,15 @@ struct Current {
   int microbatch = -1;
 };
 thread_local Current current;
+
+/// Notes the microbatch that this thread's schedule is at.
+class MicrobatchObserver final : public pipeline::Observer {
+ public:
+  void on_begin(size_t /*index*/, const pipeline::Action& action) override {
+    if (action.is_compute()) current.microbatch = action.microbatch;
+  }
+};
+MicrobatchObserver observer;
 
 Tensor gradient_like(const Tensor& output) {
   return at::empty(output.sizes(), output.options().memory_format(at::MemoryFormat::Contiguous));
@@ -70,14 +80,14 @@ OutputGradientScope::OutputGradientScope(OutputGradient function) : function_(st
                  "which a caller that gives gradients knows nothing. Set \"prescaled_batch\": true, "
                  "and give all ranks of a tensor-parallel group the same batch");
   current = {&function_, -1};
-  runtime.execution.on_action = [](const pipeline::Action& action) {
-    if (action.is_compute()) current.microbatch = action.microbatch;
-  };
+  runtime.execution.observers.push_back(&observer);
 }
 
 OutputGradientScope::~OutputGradientScope() {
   current = {};
-  if (Runtime::exists()) Runtime::get().execution.on_action = nullptr;
+  if (!Runtime::exists()) return;
+  auto& observers = Runtime::get().execution.observers;
+  observers.erase(std::remove(observers.begin(), observers.end(), &observer), observers.end());
 }
 
 std::vector<Tensor> output_gradients(const std::vector<Tensor>& outputs) {

@@ -15,11 +15,11 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/status.h"
 #include "core/text.h"
 #include "runtime/runtime.h"
-#include "smp/clip_grad.h"
-#include "smp/detail/session.h"
-#include "smp/init.h"
+#include "runtime/save/together.h"
+#include "smp/group.h"
 #include "smp/save_load.h"
 #include "smp/step.h"
 
@@ -125,10 +125,8 @@ std::vector<Tensor> need_gradients(const std::vector<Tensor>& outputs) {
   return result;
 }
 
-Session::Session(const std::function<Config()>& config,
-                 const std::optional<int64_t>& communicator) {
-  smp::detail::begin_session(config, communicator);
-}
+Session::Session(const std::function<Config()>& config, const std::optional<int64_t>& communicator)
+    : ranks_(config, communicator) {}
 
 Session::~Session() {
   try {
@@ -138,25 +136,33 @@ Session::~Session() {
   }
 }
 
-void Session::fail(const std::string& reason) noexcept {
-  if (Runtime::exists()) Runtime::get().fail(reason);
-}
+void Session::fail(const std::string& reason) noexcept { ranks_.runtime()->fail(reason); }
 
 void Session::end() {
-  if (std::exchange(has_ended_, true)) return;
-  state_.clear();
-  train_ = nullptr;
-  train_by_gradient_ = nullptr;
-  evaluate_ = nullptr;
-  optimizer_.reset();
-  model_.reset();
-  shutdown();
+  if (ranks_.runtime() == nullptr) return;
+  {
+    const runtime::SessionScope here(ranks_);
+    state_.clear();
+    train_ = nullptr;
+    train_by_gradient_ = nullptr;
+    evaluate_ = nullptr;
+    optimizer_.reset();
+    model_.reset();
+  }
+  ranks_.end();
+}
+
+at::Device Session::device() const { return ranks_.runtime()->device(); }
+
+void Session::set_device(at::Device device) {
+  if (device != this->device()) ranks_.runtime()->choose_device(device);
 }
 
 void Session::load(const std::string& train, const std::string& eval) {
   SMP_CHECK_WITH(UsageError, !model_, "the session has a model already, and it has one. Begin "
                  "another session for another model");
   model_.emplace(std::make_shared<Program>(ExportedPrograms().train(train).eval(eval)));
+  program_ = eval.empty() ? train : eval;
   make_steps();
 }
 
@@ -213,7 +219,9 @@ void Session::make_steps() {
 
 /// One update of the optimizer.
 void Session::update() {
-  if (optimizer().clip_grad_norm) clip_grad_norm_(model(), *optimizer().clip_grad_norm);
+  if (optimizer().clip_grad_norm) {
+    optimizer().core().clip_master_grads(*optimizer().clip_grad_norm);
+  }
   optimizer().step();
 }
 
@@ -259,6 +267,16 @@ void Session::save(const std::string& folder, const std::string& tag) {
 
 void Session::save_weights(const std::string& folder, const std::string& tag) {
   smp::save_checkpoint(folder, tag, model(), SaveCheckpointOptions().partial(false)).wait();
+}
+
+void Session::save_program(const std::string& program, const std::string& path) {
+  const core::CallScope here("smp_save_program");
+  const auto state = model()->state_dict(/*gather_to_rank0=*/true);
+  Runtime& runtime = *ranks_.runtime();
+  runtime::together_for_long(*runtime.world(), [&] {
+    if (runtime.rank() == 0) save_exported(program.empty() ? program_ : program, state, path);
+    return std::string();
+  });
 }
 
 int64_t Session::resume(const std::string& folder, const std::optional<std::string>& tag) {

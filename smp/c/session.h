@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/session.h"
 #include "smp/c/optimizer.h"
 #include "smp/c/output_gradient.h"
 #include "smp/c/tensors.h"
@@ -47,24 +48,31 @@ at::Tensor loss_of(const std::string& name, const std::vector<at::Tensor>& outpu
 std::vector<at::Tensor> need_gradients(const std::vector<at::Tensor>& outputs);
 
 /// The operations of a session in C++. Each method throws the errors of the functions of smp.h that
-/// it calls, and `UsageError` where the model or the optimizer is missing or there already.
+/// it calls, and `UsageError` where the model or the optimizer is missing or there already. All but
+/// `fail` and `end` are called in a `SessionScope` of its ranks.
 class Session {
  public:
-  /// Does the work of `smp::detail::begin_session`. `config` makes the configuration.
+  /// Begins it as `runtime::Session` does.
   Session(const std::function<Config()>& config, const std::optional<int64_t>& communicator);
   /// Ends the session, if `end` was not called; its errors are not told.
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
+  const runtime::Session& ranks() const { return ranks_; }
+
   /// Tells the other ranks that this one has failed.
   void fail(const std::string& reason) noexcept;
   /// Ends the session; collective.
   void end();
 
+  /// Where this rank computes.
+  at::Device device() const;
+  void set_device(at::Device device);
   void load(const std::string& train, const std::string& eval);
   void make_optimizer(const std::string& name, const std::string& options);
   void set_learning_rate(double rate);
+  NamedOptimizer& optimizer() const;
 
   /// The mean of the loss over the microbatches of all replicas.
   double train(NamedTensors inputs, const std::string& loss, const at::Tensor& target);
@@ -76,6 +84,8 @@ class Session {
 
   void save(const std::string& folder, const std::string& tag);
   void save_weights(const std::string& folder, const std::string& tag);
+  /// Writes `program`, or if empty one of those loaded, with the weights now as `path`.
+  void save_program(const std::string& program, const std::string& path);
   int64_t resume(const std::string& folder, const std::optional<std::string>& tag);
 
   /// Copies of all tensors by name, in the order of the model.
@@ -93,12 +103,12 @@ class Session {
   };
 
   const Model& model() const;
-  NamedOptimizer& optimizer() const;
   Tensors call(const Tensors& inputs) const { return model()(inputs, given_.names); }
   void make_steps();
   void update();
 
-  bool has_ended_ = false;
+  runtime::Session ranks_;
+  std::string program_;  // the one that `save_program` writes
   std::optional<Model> model_;
   std::unique_ptr<NamedOptimizer> optimizer_;
   Given given_;

@@ -6,16 +6,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <utility>
 
 #include "core/check.h"
+#include "smp/c/callers_memory.h"
 
 namespace smp::c {
 namespace {
-
-/// The size of the structure in the first version of the header.
-constexpr auto kFirstSize = static_cast<int64_t>(sizeof(smp_tensor));
 
 /// More than any memory has, and so few that no sum or product of libtorch overflows.
 constexpr int64_t kMostElements = int64_t{1} << 56;
@@ -38,20 +35,26 @@ at::ScalarType type_of(const smp_tensor& tensor, const std::string& what) {
 }
 
 void check_size(int64_t size, const std::string& what) {
-  SMP_CHECK_WITH(UsageError, size >= kFirstSize, what, ": struct_size is ", size,
-                 ", and a tensor takes ", kFirstSize,
-                 " bytes. Set it: tensor.struct_size = sizeof(smp_tensor)");
-  SMP_CHECK_WITH(UsageError, size <= static_cast<int64_t>(sizeof(smp_tensor)), what,
-                 ": struct_size is ", size, ", more than the ", sizeof(smp_tensor),
+  SMP_CHECK_WITH(UsageError, size <= kSize, what, ": struct_size is ", size, ", more than the ",
+                 kSize,
                  " bytes that this library knows. The program was compiled with a newer smp/c.h: "
                  "link the library of that version");
+  SMP_CHECK_WITH(UsageError, size == kSize || size == kSizeInVersion1, what, ": struct_size is ",
+                 size, ", and a tensor takes ", kSize,
+                 " bytes. Set it: tensor.struct_size = sizeof(smp_tensor)");
 }
 
-/// The index-th of an array whose elements have the size that the first says.
+std::string text_of(const char* what, int64_t index) { return c10::str(what, " ", index); }
+
+/// The index-th of an array, whose elements are of one size.
 template <class T>
-T* element(T* tensors, int64_t index) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
-  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(tensors) + index * tensors->struct_size);
+T& checked_element(T* tensors, int64_t index, const char* what) {
+  check_size(tensors->struct_size, text_of(what, 0));
+  T& tensor = *element(tensors, index);
+  SMP_CHECK_WITH(UsageError, tensor.struct_size == tensors->struct_size, text_of(what, index),
+                 ": struct_size is ", tensor.struct_size, ", and that of ", text_of(what, 0), " is ",
+                 tensors->struct_size, ". Set it in each of an array to sizeof(smp_tensor)");
+  return tensor;
 }
 
 std::vector<int64_t> strides_of(const smp_tensor& tensor, const std::string& what) {
@@ -137,30 +140,65 @@ at::Tensor view_of(const smp_tensor& tensor, const std::string& what) {
   const bool is_empty = std::count(sizes.begin(), sizes.end(), 0) > 0;
   SMP_CHECK_WITH(UsageError, tensor.data != nullptr || is_empty, what,
                  ": data is NULL. Set it to the address of the first element");
-  return at::from_blob(tensor.data, sizes, strides, at::TensorOptions(type_of(tensor, what)));
+  const at::Device device = device_of(tensor.device, tensor.device_index, what);
+  const auto options = at::TensorOptions(type_of(tensor, what)).device(device);
+  return at::for_blob(tensor.data, sizes)
+      .strides(strides)
+      .options(options)
+      .target_device(device)
+      .make_tensor();
 }
 
-std::string text_of(const char* what, int64_t index) { return c10::str(what, " ", index); }
+void write_tensor(const at::Tensor& result, smp_tensor& place, const std::string& what) {
+  const smp_tensor tensor = with_all_members(place, place.struct_size);
+  SMP_CHECK_WITH(UsageError, tensor.dlpack == nullptr && tensor.dlpack_versioned == nullptr, what,
+                 ": an output is given by DLPack, which inputs and targets may be. Set data to its "
+                 "memory");
+  if (tensor.data == nullptr) {
+    const smp_tensor described = describe(result);
+    place.dtype = described.dtype;
+    place.dims = described.dims;
+    std::copy_n(described.sizes, SMP_MAX_DIMS, place.sizes);
+    return;
+  }
+  const at::Tensor view = view_of(tensor, what);
+  SMP_CHECK_WITH(UsageError,
+                 view.sizes() == result.sizes() && view.scalar_type() == result.scalar_type(),
+                 what, ": the model returns ", result.scalar_type(), " of sizes ", result.sizes(),
+                 ", and there is memory for ", view.scalar_type(), " of sizes ", view.sizes(),
+                 ". With data = NULL the call fills in dtype and sizes");
+  check_apart(view, what);
+  view.copy_(result);
+}
+
+/// Those that a structure of `size` bytes has.
+void write_members(smp_tensor described, void* place, int64_t size) {
+  described.struct_size = size;
+  std::memcpy(place, &described, static_cast<size_t>(size));
+}
 
 }  // namespace
 
-NamedTensors read_tensors(const smp_tensor* tensors, int64_t count, const char* what) {
+NamedTensors read_tensors(const smp_tensor* tensors, int64_t count, const char* what,
+                          at::Device device) {
   SMP_CHECK_WITH(UsageError, count >= 0 && (count == 0 || tensors != nullptr), what, "s: ", count,
                  " tensors at ", static_cast<const void*>(tensors),
                  " are no array. Pass the address of the first and their number");
   NamedTensors result;
   for (int64_t i = 0; i < count; ++i) {
-    check_size(tensors->struct_size, text_of(what, 0));
-    const smp_tensor& tensor = *element(tensors, i);
-    result.tensors.push_back(read_tensor(tensor, text_of(what, i).c_str()));
+    const smp_tensor& tensor = checked_element(tensors, i, what);
+    result.tensors.push_back(read_tensor(tensor, text_of(what, i), device));
     result.names.emplace_back(tensor.name == nullptr ? "" : tensor.name);
   }
   return result;
 }
 
-at::Tensor read_tensor(const smp_tensor& tensor, const char* what) {
+at::Tensor read_tensor(const smp_tensor& tensor, const std::string& what, at::Device device) {
   check_size(tensor.struct_size, what);
-  return view_of(tensor, what).contiguous();
+  const smp_tensor all = with_all_members(tensor, tensor.struct_size);
+  at::Tensor view = view_of(without_dlpack(all, what), what);
+  if (!view.is_cpu() && view.device() != device) view = view.to(device);
+  return is_read_only(all) ? view.clone(at::MemoryFormat::Contiguous) : view.contiguous();
 }
 
 void write_tensors(const std::vector<at::Tensor>& results, smp_tensor* tensors, int64_t count) {
@@ -171,24 +209,7 @@ void write_tensors(const std::vector<at::Tensor>& results, smp_tensor* tensors, 
   SMP_CHECK_WITH(UsageError, count == 0 || tensors != nullptr,
                  "the array of outputs is NULL. Pass the address of the first");
   for (int64_t i = 0; i < count; ++i) {
-    check_size(tensors->struct_size, text_of("output", 0));
-    smp_tensor& tensor = *element(tensors, i);
-    const at::Tensor& result = results[i];
-    if (tensor.data == nullptr) {
-      const smp_tensor described = describe(result);
-      tensor.dtype = described.dtype;
-      tensor.dims = described.dims;
-      std::copy_n(described.sizes, SMP_MAX_DIMS, tensor.sizes);
-      continue;
-    }
-    const at::Tensor view = view_of(tensor, text_of("output", i));
-    SMP_CHECK_WITH(UsageError,
-                   view.sizes() == result.sizes() && view.scalar_type() == result.scalar_type(),
-                   text_of("output", i), ": the model returns ", result.scalar_type(), " of sizes ",
-                   result.sizes(), ", and there is memory for ", view.scalar_type(), " of sizes ",
-                   view.sizes(), ". With data = NULL the call fills in dtype and sizes");
-    check_apart(view, text_of("output", i));
-    view.copy_(result);
+    write_tensor(results[i], checked_element(tensors, i, "output"), text_of("output", i));
   }
 }
 
@@ -210,13 +231,19 @@ smp_tensor describe(const at::Tensor& tensor) {
   return result;
 }
 
+DescribedArray::DescribedArray(const std::vector<at::Tensor>& tensors, int64_t size)
+    : bytes_(tensors.size() * static_cast<size_t>(size) / sizeof(std::max_align_t) + 1) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto* const place = reinterpret_cast<char*>(bytes_.data()) + i * static_cast<size_t>(size);
+    write_members(describe(tensors[i]), place, size);
+  }
+}
+
 void store(const smp_tensor& described, smp_tensor* tensor) {
   SMP_CHECK_WITH(UsageError, tensor != nullptr, "the place for a tensor is NULL. Pass the address "
                  "of an smp_tensor");
   check_size(tensor->struct_size, "the place for a tensor");
-  const int64_t size = tensor->struct_size;
-  std::memcpy(static_cast<void*>(tensor), &described, static_cast<size_t>(size));
-  tensor->struct_size = size;
+  write_members(described, tensor, tensor->struct_size);
 }
 
 std::vector<at::Tensor> tensors_of(const c10::IValue& value) {

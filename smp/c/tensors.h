@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -20,10 +21,12 @@ struct NamedTensors {
   std::vector<std::string> names;
 };
 
-/// A caller's tensors, which go on using its memory where that is contiguous; others are copied.
-/// Errors call them `what`. Throws `UsageError` for structures that say nothing sensible.
-NamedTensors read_tensors(const smp_tensor* tensors, int64_t count, const char* what);
-at::Tensor read_tensor(const smp_tensor& tensor, const char* what);
+/// A caller's tensors, which go on using its memory where that is contiguous; others are copied,
+/// and those of a GPU other than `device` moved there. Errors call them `what`. Throws `UsageError`
+/// for structures that say nothing sensible.
+NamedTensors read_tensors(const smp_tensor* tensors, int64_t count, const char* what,
+                          at::Device device);
+at::Tensor read_tensor(const smp_tensor& tensor, const std::string& what, at::Device device);
 
 /// Copies results into the caller's memory, or fills in types and sizes where it gave none. Throws
 /// `UsageError` where there are fewer results, or they have other types or sizes.
@@ -31,6 +34,16 @@ void write_tensors(const std::vector<at::Tensor>& results, smp_tensor* tensors, 
 
 /// The description of a contiguous tensor on the CPU. Throws `UsageError` where there is none.
 smp_tensor describe(const at::Tensor& tensor);
+
+/// Descriptions in an array of elements of `size` bytes, which the caller's header knows.
+class DescribedArray {
+ public:
+  DescribedArray(const std::vector<at::Tensor>& tensors, int64_t size);
+  smp_tensor* data() { return reinterpret_cast<smp_tensor*>(bytes_.data()); }
+
+ private:
+  std::vector<std::max_align_t> bytes_;
+};
 
 /// Stores it where the caller wants it. Throws `UsageError` unless the structure says its size.
 void store(const smp_tensor& described, smp_tensor* tensor);

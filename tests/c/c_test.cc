@@ -13,72 +13,12 @@
 
 #include "smp/exported.h"
 #include "smp/save_load.h"
+#include "tests/c/interface.h"
 #include "tests/error_of.h"
 #include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
-
-constexpr const char* kTrain = "tests/c/train.pt2";
-constexpr const char* kEval = "tests/c/eval.pt2";
-constexpr const char* kNamed = "tests/c/named.pt2";
-constexpr const char* kTwoMicrobatches = R"({"microbatches": 2})";
-
-/// A tensor of the interface on the memory of one of libtorch's.
-smp_tensor view(const torch::Tensor& tensor, smp_layout layout = SMP_ROW_MAJOR) {
-  smp_tensor result{};
-  result.struct_size = sizeof result;
-  result.dtype = tensor.scalar_type() == torch::kFloat64 ? SMP_FLOAT64 : SMP_FLOAT32;
-  result.layout = layout;
-  result.dims = tensor.dim();
-  for (int64_t i = 0; i < tensor.dim(); ++i) {
-    result.sizes[i] = tensor.size(i);
-    result.strides[i] = layout == SMP_STRIDED ? tensor.stride(i) : 0;
-  }
-  result.data = tensor.mutable_data_ptr();
-  return result;
-}
-
-void expect_ok(int code) { EXPECT_EQ(code, SMP_OK) << smp_last_error(); }
-
-void expect_error(int code, smp_code expected, std::initializer_list<std::string> parts) {
-  EXPECT_EQ(code, expected) << smp_last_error();
-  expect_has(smp_last_error(), parts);
-}
-
-struct Batch {
-  torch::Tensor x, y;
-};
-
-std::vector<Batch> batches(int count = 3) {
-  torch::manual_seed(5);
-  std::vector<Batch> result;
-  for (int i = 0; i < count; ++i) result.push_back({torch::randn({8, 3}), torch::randn({8, 2})});
-  return result;
-}
-
-/// Plain libtorch: the mean over two microbatches, and an update.
-template <class Gradients>
-void step_plainly(ExportedModule& model, torch::optim::Optimizer& optimizer, const Batch& batch,
-                  const Gradients& differentiate) {
-  std::vector<torch::Tensor> sums;
-  for (int m = 0; m < 2; ++m) {
-    optimizer.zero_grad();
-    const auto y = model->forward(batch.x.narrow(0, 4 * m, 4).clone()).toTensor();
-    differentiate(y, batch.y.narrow(0, 4 * m, 4).clone());
-    size_t next = 0;
-    for (const auto& parameter : model->parameters()) {
-      if (m == 0) {
-        sums.push_back(parameter.grad().clone());
-      } else {
-        sums[next++].add_(parameter.grad());
-      }
-    }
-  }
-  size_t next = 0;
-  for (auto& parameter : model->parameters()) parameter.mutable_grad() = sums[next++].div_(2);
-  optimizer.step();
-}
 
 class CInterface : public ::testing::Test {
  protected:
@@ -94,26 +34,9 @@ class CInterface : public ::testing::Test {
     open();
     expect_ok(smp_load(session_, kTrain, kEval));
   }
-  void open_for_training() {
-    open_with_model();
-    expect_ok(smp_optimizer(session_, "adamw", R"({"lr": 0.01, "betas": [0.9, 0.95]})"));
-  }
+  void open_for_training() { session_ = open_session(); }
 
-  void expect_state_of(const torch::nn::Module& module) {
-    int64_t count = 0;
-    expect_ok(smp_gather_state(session_, &count));
-    const auto parameters = module.named_parameters();
-    ASSERT_EQ(count, static_cast<int64_t>(parameters.size()));
-    for (int64_t i = 0; i < count; ++i) {
-      smp_tensor tensor{};
-      tensor.struct_size = sizeof tensor;
-      expect_ok(smp_state(session_, i, &tensor));
-      const auto* wanted = parameters.find(tensor.name);
-      ASSERT_NE(wanted, nullptr) << tensor.name;
-      const std::vector<int64_t> sizes(tensor.sizes, tensor.sizes + tensor.dims);
-      EXPECT_TRUE(torch::equal(torch::from_blob(tensor.data, sizes), *wanted)) << tensor.name;
-    }
-  }
+  void expect_state_of(const torch::nn::Module& module) { expect_state(session_, module); }
 
   smp_session* session_ = nullptr;
 };
@@ -290,6 +213,57 @@ TEST_F(CInterface, SavesAndGoesOn) {
   train(0, 1);
 }
 
+TEST_F(CInterface, WritesTrainedPrograms) {
+  const TempFolder folder;
+  const std::string train = folder.file("train.pt2"), eval = folder.file("eval.pt2");
+  const Batch batch = batches(1).front();
+  const smp_tensor x = view(batch.x), y = view(batch.y);
+  open_for_training();
+  expect_ok(smp_save_program(session_, nullptr, folder.file("untrained.pt2").c_str()));
+  expect_ok(smp_train(session_, &x, 1, "mse", &y, nullptr));
+  expect_ok(smp_save_program(session_, nullptr, eval.c_str()));
+  expect_ok(smp_save_program(session_, kTrain, train.c_str()));
+  expect_ok(smp_save_weights(session_, folder.path().c_str(), "weights"));
+  expect_state_of(*load_exported(train));
+  expect_state_of(*load_exported(ExportedPrograms().eval(eval)));
+
+  // The written program gives the outputs of the model with the same weights.
+  const auto run = [&](const std::string& program, const std::string& weights) {
+    auto outputs = torch::zeros({8, 2});
+    smp_tensor output = view(outputs);
+    smp_model* model = nullptr;
+    expect_ok(smp_model_open(program.c_str(), &model));
+    if (!weights.empty()) expect_ok(smp_model_load(model, weights.c_str()));
+    expect_ok(smp_model_run(model, &x, 1, &output, 1));
+    expect_ok(smp_model_close(model));
+    return outputs;
+  };
+  const auto outputs = run(eval, "");
+  EXPECT_TRUE(torch::equal(outputs, run(kEval, folder.file("weights"))));
+  EXPECT_TRUE(torch::equal(run(folder.file("untrained.pt2"), ""), run(kEval, "")));
+  EXPECT_FALSE(torch::equal(outputs, run(kEval, "")));
+
+  // It trains as the session goes on.
+  smp_session* other = nullptr;
+  expect_ok(smp_open(kTwoMicrobatches, &other));
+  expect_ok(smp_load(other, train.c_str(), nullptr));
+  expect_ok(smp_optimizer(other, "sgd", nullptr));
+  double goes_on = 0, anew = 0;
+  expect_ok(smp_train(session_, &x, 1, "mse", &y, &goes_on));
+  expect_ok(smp_train(other, &x, 1, "mse", &y, &anew));
+  EXPECT_EQ(goes_on, anew);
+  expect_ok(smp_close(other));
+
+  // Files that cannot be read or written end nothing.
+  expect_error(smp_save_program(session_, "tests/c/absent.pt2", eval.c_str()), SMP_ERROR_CHECKPOINT,
+               {"absent.pt2"});
+  expect_error(smp_save_program(session_, kNamed, eval.c_str()), SMP_ERROR_CHECKPOINT, {"named"});
+  expect_error(smp_save_program(session_, nullptr, "/proc/none/x.pt2"), SMP_ERROR_CHECKPOINT,
+               {"/proc/none"});
+  EXPECT_EQ(smp_is_alive(session_), 1);
+  expect_error(smp_save_program(session_, nullptr, nullptr), SMP_ERROR_USAGE, {"the path is NULL"});
+}
+
 TEST_F(CInterface, LearningRatesAndClipping) {
   const Batch batch = batches(1).front();
   auto model = load_exported(kTrain);
@@ -349,13 +323,8 @@ TEST_F(CInterface, AnErrorEndsTheSession) {
   expect_ok(smp_train(session_, &x, 1, "mse", &y, nullptr));
 }
 
-TEST_F(CInterface, OneSessionAtATime) {
+TEST_F(CInterface, RanksOfASession) {
   open();
-  smp_session* second = nullptr;
-  expect_error(smp_open(nullptr, &second), SMP_ERROR_USAGE,
-               {"a session was begun while another one is open in this process"});
-  EXPECT_EQ(second, nullptr);
-  EXPECT_EQ(smp_is_alive(session_), 1);
   int64_t rank = -1, size = -1, replica = -1, replicas = -1;
   expect_ok(smp_rank(session_, &rank, &size));
   expect_ok(smp_replica(session_, &replica, &replicas));
@@ -464,6 +433,10 @@ TEST_F(CInterface, ArgumentsThatAreNone) {
   };
   expect_refused([](smp_tensor& x) { x.struct_size = 0; },
                  {"input 0: struct_size is 0, and a tensor takes"});
+  expect_refused([](smp_tensor& x) { x.struct_size -= 8; },
+                 {"input 0: struct_size is 184, and a tensor takes 192 bytes. Set it"});
+  expect_refused([](smp_tensor& x) { x.device = 7; },
+                 {"input 0: device 7 is none of smp_device. Set it, for example to SMP_CPU"});
   expect_refused([](smp_tensor& x) { x.struct_size += 8; },
                  {"more than the", "The program was compiled with a newer smp/c.h"});
   expect_refused([](smp_tensor& x) { x.dtype = 99; }, {"dtype 99 is none of smp_dtype"});
@@ -499,6 +472,22 @@ TEST_F(CInterface, ArgumentsThatAreNone) {
   EXPECT_EQ(smp_model_close(nullptr), SMP_OK);
   EXPECT_EQ(smp_is_alive(nullptr), 0);
   EXPECT_EQ(smp_c_version(), SMP_C_VERSION);
+}
+
+TEST_F(CInterface, WithoutAGpu) {
+  open_with_model();
+  expect_ok(smp_set_device(session_, SMP_CPU, 0));
+  const char* const text =
+      "device is SMP_GPU, and this process has no GPU: the library is built without CUDA, or sees "
+      "none. Use memory of the host (SMP_CPU)";
+  expect_error(smp_set_device(session_, SMP_GPU, 0), SMP_ERROR_USAGE, {"the session: ", text});
+  EXPECT_EQ(smp_is_alive(session_), 1);
+  smp_model* model = nullptr;
+  expect_ok(smp_model_open(kEval, &model));
+  smp_tensor x = view(batches(1).front().x);
+  x.device = SMP_GPU;
+  expect_error(smp_model_run(model, &x, 1, nullptr, 0), SMP_ERROR_USAGE, {"input 0: ", text});
+  expect_ok(smp_model_close(model));
 }
 
 TEST_F(CInterface, StateNeedsAPlace) {

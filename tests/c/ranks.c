@@ -2,9 +2,11 @@
 // Sessions on communicators of a program's own MPI, from C; mpirun -n 4. Ranks 2 and 3 train, 0 and
 // 1 do something else.
 
+#include <ATen/dlpack.h>
 #include <mpi.h>
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "smp/c.h"
@@ -119,6 +121,68 @@ static void test_start_that_fails(MPI_Comm communicator, int rank) {
   EXPECT(session == NULL);
 }
 
+// The losses of three steps of a session alone.
+static void train_alone(MPI_Comm communicator, const char* config, double* losses) {
+  smp_session* session = open_for_training(communicator, config);
+  for (int i = 0; i < 3; ++i) EXPECT(train(session, &losses[i]) == SMP_OK);
+  EXPECT(smp_close(session) == SMP_OK);
+}
+
+// Two of the same ranks, and one of this rank alone, which take turns; an error of one rank in one
+// of them ends that on all its ranks, and no other.
+static void test_several_sessions(MPI_Comm communicator, int rank) {
+  const char* const replicas = "{\"ddp\": true, \"microbatches\": 4}";
+  double pipeline_alone[3], replicas_alone[3], own_alone[3], loss = 0;
+  train_alone(communicator, kPipeline, pipeline_alone);
+  train_alone(communicator, replicas, replicas_alone);
+  train_alone(MPI_COMM_SELF, NULL, own_alone);
+  smp_session* first = open_for_training(communicator, kPipeline);
+  smp_session* second = open_for_training(communicator, replicas);
+  smp_session* own = open_for_training(MPI_COMM_SELF, NULL);
+  int64_t ranks = 0, size = 0;
+  EXPECT(smp_rank(second, &ranks, &size) == SMP_OK && size == 2);
+  EXPECT(smp_rank(own, &ranks, &size) == SMP_OK && size == 1);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT(train(first, &loss) == SMP_OK && loss == pipeline_alone[i]);
+    EXPECT(train(own, &loss) == SMP_OK && loss == own_alone[i]);
+    if (i == 2) break;
+    EXPECT(train(second, &loss) == SMP_OK && loss == replicas_alone[i]);
+  }
+  MPI_Barrier(communicator);  // a rank that is still in a call would be told of the error there
+  const smp_tensor y = rows(targets, 2);
+  smp_tensor x = rows(samples, 3);
+  if (rank == 1) x.dtype = 77;
+  const int code = smp_train(first, &x, 1, "mse", &y, NULL);
+  EXPECT(code == (rank == 1 ? SMP_ERROR_USAGE : SMP_ERROR_COMM));
+  EXPECT_TEXT("dtype 77 is none of smp_dtype");
+  EXPECT(smp_is_alive(first) == 0 && smp_is_alive(second) == 1 && smp_is_alive(own) == 1);
+  EXPECT(smp_close(first) == SMP_OK);
+  EXPECT(train(second, &loss) == SMP_OK && loss == replicas_alone[2]);
+  EXPECT(smp_close(second) == SMP_OK);
+  EXPECT(smp_close(own) == SMP_OK);
+}
+
+// One rank writes the program, and all know whether it could.
+static void test_programs_of_ranks(MPI_Comm communicator, int rank) {
+  smp_session* session = open_for_training(communicator, kPipeline);
+  EXPECT(train(session, NULL) == SMP_OK);
+  EXPECT(smp_save_program(session, NULL, "/proc/none/trained.pt2") == SMP_ERROR_CHECKPOINT);
+  EXPECT_TEXT("/proc/none");
+  char path[1000];
+  const char* folder = getenv("TEST_TMPDIR");
+  snprintf(path, sizeof path, "%s/trained.pt2", folder == NULL ? "/tmp" : folder);
+  EXPECT(smp_save_program(session, NULL, path) == SMP_OK);
+  double goes_on = 0, loss = 0;
+  EXPECT(train(session, &goes_on) == SMP_OK);
+  EXPECT(smp_close(session) == SMP_OK);
+  EXPECT(smp_open_mpi(kPipeline, MPI_Comm_c2f(communicator), &session) == SMP_OK);
+  EXPECT(smp_load(session, path, NULL) == SMP_OK);
+  EXPECT(smp_optimizer(session, "sgd", NULL) == SMP_OK);
+  EXPECT(train(session, &loss) == SMP_OK && loss == goes_on);
+  EXPECT(smp_close(session) == SMP_OK);
+  if (rank == 0) remove(path);
+}
+
 static void* open_on_thread(void* communicator) {
   smp_session* session = NULL;
   EXPECT(smp_open_mpi(NULL, MPI_Comm_c2f(*(MPI_Comm*)communicator), &session) == SMP_ERROR_USAGE);
@@ -166,6 +230,37 @@ static void test_ranks_in_another_order(void) {
   MPI_Comm_free(&reversed);
 }
 
+static void check(int code) { EXPECT(code == SMP_OK); }
+
+static int given_back = 0;
+
+static void give_back(DLManagedTensor* tensor) {
+  (void)tensor;
+  ++given_back;
+}
+
+// The blocks of docs/c.md that the examples do not have; this process alone.
+static void test_half_precision_and_dlpack(void) {
+  smp_session* session = NULL;
+  double loss = -1, scale = 0;
+  int64_t skipped = -1, sizes[] = {8, 3};
+  DLManagedTensor lent = {
+      {samples, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, sizes, NULL, 0}, NULL, give_back};
+  DLManagedTensor* const managed = &lent;
+  const smp_tensor y = rows(targets, 2);
+  check(smp_open("{\"fp16\": true}", &session));
+  check(smp_load(session, kProgram, NULL));
+  const char* options =
+      "{\"lr\": 0.01, \"clip_grad_norm\": 1, \"dynamic_loss_scale\": true,"
+      " \"dynamic_loss_args\": {\"init_scale\": 65536}}";
+  check(smp_optimizer(session, "adamw", options));
+  smp_tensor x = {.struct_size = sizeof x, .dlpack = managed};
+  check(smp_train(session, &x, 1, "mse", &y, &loss));
+  check(smp_loss_scale(session, &scale, &skipped));
+  EXPECT(given_back == 1 && loss > 0 && scale > 0 && scale <= 65536);
+  check(smp_close(session));
+}
+
 // The work of the other half meanwhile.
 static void compute_together(MPI_Comm communicator) {
   for (int i = 0; i < 1000; ++i) {
@@ -196,6 +291,8 @@ int main(int argc, char** argv) {
 
   if (rank_of_world >= 2) {
     test_error_of_one_rank(half, rank);
+    test_several_sessions(half, rank);
+    test_programs_of_ranks(half, rank);
     test_gradients_of_a_tensor_parallel_group(half);
     test_start_that_fails(half, rank);
     test_communicators_that_are_none(half);
@@ -204,6 +301,7 @@ int main(int argc, char** argv) {
   }
   MPI_Barrier(MPI_COMM_WORLD);  // MPI goes on on all ranks
   compute_together(half);
+  test_half_precision_and_dlpack();
   test_two_groups(half);
   test_ranks_in_another_order();
 
