@@ -510,8 +510,22 @@ class GraphReader {
   int64_t operator_count_ = 0;
 };
 
-std::string text_of(const Graph& graph) {
-  std::vector<Json> schemas, values, operators, roots;
+std::map<std::string, double> optimizer_state_of(const JsonReader& root) {
+  constexpr double kMostState = 1e6;  // so that no number of bytes overflows
+  std::map<std::string, double> states;
+  const auto saved = root.find("optimizer_state");
+  for (size_t i = 0; saved && i < saved->size(); ++i) {
+    const JsonReader state = saved->at(i), factor = state.at("bytes_per_byte");
+    if (factor.number() < 0 || factor.number() > kMostState) {
+      factor.fail_expected("a number from 0 to 1000000");
+    }
+    states[state.at("parameter").text()] = factor.number();
+  }
+  return states;
+}
+
+std::string text_of(const Graph& graph, const std::map<std::string, double>& optimizer_state) {
+  std::vector<Json> schemas, values, operators, roots, states;
   std::map<std::string, int> schema_indices;
   for (const Operator& op : graph.operators) {
     check_name(op.scope);
@@ -525,6 +539,10 @@ std::string text_of(const Graph& graph) {
     values.push_back(to_json(value));
   }
   for (const BackwardRoot& root : graph.roots) roots.push_back(to_json(root));
+  for (const auto& [name, factor] : optimizer_state) {
+    check_name(name);
+    states.push_back({{"parameter", name}, {"bytes_per_byte", factor}});
+  }
 
   std::string text = c10::str("{\n\"format\": \"", kFormat, "\",\n\"version\": ", kVersion,
                               ",\n\"fingerprint\": \"", fingerprint_text(graph),
@@ -535,14 +553,16 @@ std::string text_of(const Graph& graph) {
   append_lines(text, "schemas", schemas);
   append_lines(text, "values", values);
   append_lines(text, "operators", operators);
+  if (!states.empty()) append_lines(text, "optimizer_state", states);
   return text + "\n}\n";
 }
 
 }  // namespace
 
-std::string graph_to_json(const Graph& graph) {
+std::string graph_to_json(const Graph& graph,
+                          const std::map<std::string, double>& optimizer_state) {
   try {
-    return text_of(graph);
+    return text_of(graph, optimizer_state);
   } catch (const nlohmann::json::exception& error) {
     core::fail<CaptureError>(
         "cannot save the graph: expected constants of text in UTF-8, got: ", error.what(),
@@ -550,22 +570,28 @@ std::string graph_to_json(const Graph& graph) {
   }
 }
 
-Graph graph_from_json(const std::string& text, const std::string& source_name) {
+SavedGraph saved_graph_from_json(const std::string& text, const std::string& source_name) {
   const nlohmann::json document = core::parse_json(text, source_name);
-  return GraphReader(JsonReader(document, source_name)).run();
+  const JsonReader root(document, source_name);
+  return {GraphReader(root).run(), optimizer_state_of(root)};
 }
 
-void save_graph(const Graph& graph, const std::string& path) {
-  const std::string text = graph_to_json(graph);
+Graph graph_from_json(const std::string& text, const std::string& source_name) {
+  return saved_graph_from_json(text, source_name).graph;
+}
+
+void save_graph(const Graph& graph, const std::string& path,
+                const std::map<std::string, double>& optimizer_state) {
+  const std::string text = graph_to_json(graph, optimizer_state);
   std::ofstream out(path, std::ios::binary);
   out << text << std::flush;
   SMP_CHECK_WITH(ConfigError, out.good(), core::printable(path), ": cannot write the graph: ", std::strerror(errno),
                  ". Give a path in a folder that can be written.");
 }
 
-Graph load_graph(const std::string& path) {
+SavedGraph load_graph(const std::string& path) {
   constexpr uint64_t kMost = uint64_t{512} << 20;  // a million operators
-  return graph_from_json(core::read_file(path, "the saved graph", kMost), path);
+  return saved_graph_from_json(core::read_file(path, "the saved graph", kMost), path);
 }
 
 }  // namespace smp::graph

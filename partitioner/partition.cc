@@ -418,7 +418,7 @@ class Partitioner {
     }
     core::fail<PartitionError>(
         fmt::format("cannot divide {} operators into {} stages: at most {} are possible, since {}. "
-                    "Ask for fewer stages (\"pipeline_parallel_degree\"){}.",
+                    "Ask for fewer stages (\"partitions\"; of smp_plan --stages){}.",
                     operators_, stages(), possible, why, remedy));
   }
 

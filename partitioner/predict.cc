@@ -81,6 +81,11 @@ void add_transfers(const Graph& graph, const Plan& plan, const CostModel& costs,
 
 }  // namespace
 
+double state_factor(const StepModel& step, const Value& parameter) {
+  const auto found = step.optimizer_states().find(parameter.name);
+  return found == step.optimizer_states().end() ? step.optimizer_state() : found->second;
+}
+
 int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages) {
   if (!trains) return 0;
   if (!step.interleaved()) return step.microbatches();
@@ -99,7 +104,7 @@ ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const S
   const int sums = is_divided ? 0 : is_alone ? std::min(step.shards() - 1, 1) : step.shards();
   gradients = sums * gradient_bytes(value) + part_of(gradient_bytes(value), updating);
   const int64_t trained = is_divided ? weights : part_of(weights, updating);
-  optimizer = static_cast<int64_t>(static_cast<double>(trained) * step.optimizer_state());
+  optimizer = static_cast<int64_t>(static_cast<double>(trained) * state_factor(step, value));
 }
 
 int64_t replica_bytes(const Graph& graph, const Value& value) {

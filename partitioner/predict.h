@@ -4,6 +4,7 @@
 #include <torch/arg.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,9 @@
 #include "partitioner/sharding.h"
 
 namespace smp::partitioner {
+
+/// Bytes of optimizer state for each byte of a trained parameter, by the parameter's name.
+using StateFactors = std::map<std::string, double>;
 
 /// The step in which a plan is used, as far as its time and memory depend on it.
 struct StepModel {
@@ -27,6 +31,8 @@ struct StepModel {
   /// Bytes of optimizer state for each byte of a trained parameter: 2 for Adam, 1 for momentum, 0
   /// for plain SGD.
   TORCH_ARG(double, optimizer_state) = 2.0;
+  /// The same of the parameters whose optimizer is known.
+  TORCH_ARG(StateFactors, optimizer_states);
   /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
   TORCH_ARG(int64_t, largest_region) = 0;
   /// Replicas that add up their gradients.
@@ -40,6 +46,9 @@ struct StepModel {
   /// Bytes that a rank may use for parameters, gradients, optimizer state and activations; 0: any.
   TORCH_ARG(int64_t, memory_limit) = 0;
 };
+
+/// Bytes of optimizer state for each byte of a trained parameter.
+double state_factor(const StepModel& step, const graph::Value& parameter);
 
 /// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,
 /// min(M, A, 2 (S - s) - 1) with `interleaved`, none if the graph does not train.

@@ -10,7 +10,7 @@
 
 namespace smp::partitioner {
 
-/// How replicas divide among them the tensors that each would have whole: docs/sharding.md. With
+/// How replicas divide among them the tensors that each would have whole: docs/memory.md. With
 /// both degrees 1, nothing.
 struct Sharding {
   /// Whether a parameter is divided.

@@ -4,13 +4,19 @@
 #include <nlohmann/json.hpp>
 
 #include "core/status.h"
+#include "runtime/runtime.h"
 #include "runtime/update/optimizer.h"
+#include "runtime/update/optimizer_states.h"
+#include "smp/detail/optimizer_state_size.h"
 
 namespace smp {
 
 OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory state_factory,
                              const optim::detail::Elementwise& elementwise)
-    : optimizer_(std::make_shared<runtime::Optimizer>(optimizer, state_factory, elementwise)) {}
+    : optimizer_(std::make_shared<runtime::Optimizer>(optimizer, state_factory,
+                                                      optim::detail::state_tensors, elementwise)) {
+  runtime::Runtime::get().optimizer_states().add(optimizer_);
+}
 
 at::Tensor OptimizerCore::step(const std::function<at::Tensor(LossClosure)>& update,
                                const LossClosure& closure) const {

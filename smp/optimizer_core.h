@@ -18,45 +18,48 @@ namespace runtime {
 class Optimizer;
 }  // namespace runtime
 
-/// A `DistributedOptimizer`, or the result of `smp::distributed`, whatever its optimizer's type:
-/// its methods beside `step`. For training in half precision by SMP's names; see docs/precision.md.
+/// The methods of a `DistributedOptimizer`, or of the result of `smp::distributed`, that do not
+/// depend on the optimizer's type. Those for half precision have SMP's names; see
+/// docs/precision.md.
 class SMP_API OptimizerCore {
  public:
   /// Sets all gradients to undefined, or to zero. Throws `UsageError` inside a step function.
   void zero_grad(bool set_to_none = true) const;
 
-  /// Copies of the state of all parameters by name, and of the param groups, on every rank; of this
-  /// rank's before the first step. Collective over the pipeline and its tensor-parallel groups, and
-  /// over all ranks with `shard_optimizer_state` or sharded data parallelism. Throws `UsageError`
-  /// inside a step function.
+  /// Copies of the state of all parameters by name, and of the param groups, on every rank. Before
+  /// the first step it is this rank's own state. Collective over the pipeline and its
+  /// tensor-parallel groups, and over all ranks with `shard_optimizer_state` or sharded data
+  /// parallelism. Throws `UsageError` inside a step function.
   OptimizerState state_dict() const;
 
   /// Copies of the state of the parameters that this rank owns, and of its parts of those that a
   /// tensor-parallel group divides. If replicas divide the state, each gets all of it for these
   /// parameters with `gather_if_shard`, which is collective over the replicas. Otherwise each gets
-  /// its pieces, under names such as "fc.weight[0:64]" that tell the elements of the parameter's
-  /// memory. Throws `UsageError` before the first step.
+  /// its pieces, named by the elements of the parameter's memory, such as "fc.weight[0:64]". Throws
+  /// `UsageError` before the first step.
   OptimizerState local_state_dict(bool gather_if_shard = true) const;
 
   /// Restores a result of `state_dict`, on any number of ranks, or of `local_state_dict`, on the
-  /// ranks that it was taken from: the options of the groups now, the state of parameters now or
-  /// when the first step has settled their owners. Throws one `CheckpointError` that lists all that
-  /// is missing, unexpected or of another shape; then nothing has changed.
+  /// ranks that it was taken from. Options of the groups are restored at once, the state of
+  /// parameters as soon as their owners are known, at the first step at the latest. Throws one
+  /// `CheckpointError` that lists all that is missing, unexpected or of another shape; then nothing
+  /// has changed.
   void load_state_dict(const OptimizerState& state) const;
 
-  /// Has `model->backward` multiply the loss, and `step()` divide the gradients, by a scale, static
-  /// or dynamic; `step()` then does nothing where a gradient is not finite on some rank. Before the
-  /// first step. Throws `UsageError` if another optimizer scales the loss.
+  /// Sets a static or dynamic loss scale: `model->backward` multiplies the loss by it, and `step()`
+  /// divides the gradients, or does nothing if a gradient is not finite on some rank. Called before
+  /// the first step. Throws `UsageError` if another optimizer scales the loss.
   void scale_loss(const LossScaleOptions& options) const;
 
-  /// Whether the last step was skipped because a gradient was not finite, on any rank; or will be,
-  /// after `clip_master_grads`. Schedulers then do not step.
+  /// Whether the last step was skipped because a gradient was not finite on some rank; after
+  /// `clip_master_grads`, whether the next one will be. The program then leaves out the scheduler's
+  /// step.
   bool overflow() const;
   /// The factor of the loss.
   double loss_scale() const;
 
   /// Divides the gradients by the loss scale and scales them so that the norm over all of them is
-  /// at most `max_norm`. Returns the norm there was, or -1 after an overflow. Between the step
+  /// at most `max_norm`. Returns the norm before, or -1 after an overflow. Called between the step
   /// function and `step()`; collective over the world.
   double clip_master_grads(double max_norm, double norm_type = 2) const;
 
@@ -64,8 +67,8 @@ class SMP_API OptimizerCore {
   /// into parameters. `load_state_dict` and `smp::load` do so by themselves.
   void reload_model_params() const;
 
-  /// Where a dynamic loss scale stands, text of JSON; "{}" without one. `smp::save` has it.
-  /// `load_loss_scaler_state` takes it back, and does nothing where the optimizer or the state has
+  /// The state of a dynamic loss scale, text of JSON; "{}" without one. `smp::save` stores it.
+  /// `load_loss_scaler_state` restores it, and does nothing where the optimizer or the state has
   /// none. Throws `CheckpointError` for text of another form.
   std::string loss_scaler_state() const;
   void load_loss_scaler_state(const std::string& state) const;

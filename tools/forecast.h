@@ -5,6 +5,7 @@
 #include <string>
 
 #include "graph/graph.h"
+#include "graph/serialize.h"
 #include "partitioner/plan.h"
 #include "partitioner/predict.h"
 #include "pipeline/stage.h"
@@ -27,9 +28,10 @@ struct Forecast : runtime::PlannedStep {
 Forecast forecast(const Config& config, const std::string& file, const graph::Graph& graph,
                   partitioner::Plan plan, int ranks, const partitioner::StepModel& model);
 
-/// The same as `runtime::step_model`, with the costs of the file that `cost_model` names. Throws
-/// `ConfigError` where it asks to measure, since nothing runs.
-partitioner::StepModel step_model(const Config& config, const graph::Graph& graph, int ranks,
+/// The same as `runtime::step_model`, with the costs of the file that `cost_model` names and,
+/// unless the configuration sets `optimizer_state_factor`, the optimizer's state of the run that
+/// saved the graph. Throws `ConfigError` where it asks to measure, since nothing runs.
+partitioner::StepModel step_model(const Config& config, const graph::SavedGraph& saved, int ranks,
                                   int microbatches, int replicas);
 
 /// Bytes that go over an edge for each microbatch.

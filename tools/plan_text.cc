@@ -16,6 +16,7 @@
 #include "partitioner/format.h"
 #include "partitioner/modules.h"
 #include "partitioner/order.h"
+#include "partitioner/predict.h"
 #include "partitioner/report.h"
 #include "partitioner/table.h"
 
@@ -34,7 +35,19 @@ Table table_of(const std::vector<const char*>& headings) {
   return table;
 }
 
-std::string stages_table(const Forecast& forecast) {
+/// Bytes of optimizer state for each byte trained, over all parameters.
+double mean_state_factor(const Graph& graph, const partitioner::StepModel& step) {
+  double trained = 0, state = 0;
+  for (const graph::Value& value : graph.values) {
+    if (value.kind != graph::ValueKind::kParameter || !value.meta.requires_grad) continue;
+    const auto bytes = static_cast<double>(value.meta.nbytes());
+    trained += bytes;
+    state += bytes * partitioner::state_factor(step, value);
+  }
+  return trained > 0 ? state / trained : step.optimizer_state();
+}
+
+std::string stages_table(const Graph& graph, const Forecast& forecast) {
   Table table = table_of({"stage", "partition", "forward*", "backward*", "in flight", "weights",
                           "gradients", "optimizer", "copies", "activations", "memory"});
   for (int s = 0; s < forecast.plan.stages(); ++s) {
@@ -51,7 +64,7 @@ std::string stages_table(const Forecast& forecast) {
          fmt::format(
              "  * per microbatch, with the stage's ends of transfers; optimizer state of "
              "{:g} bytes for each byte trained\n\n",
-             forecast.model.optimizer_state());
+             mean_state_factor(graph, forecast.model));
 }
 
 std::string edges_table(const Graph& graph, const Forecast& forecast) {
@@ -221,9 +234,9 @@ ordered_json shared_json(const Graph& graph, const partitioner::Plan& plan) {
 }  // namespace
 
 std::string to_text(const Graph& graph, const Forecast& forecast) {
-  return partitioner::report(graph, forecast.plan, forecast.model) + "\n" + stages_table(forecast) +
-         edges_table(graph, forecast) + cuts_text(graph, forecast.plan) +
-         step_text(graph, forecast);
+  return partitioner::report(graph, forecast.plan, forecast.model) + "\n" +
+         stages_table(graph, forecast) + edges_table(graph, forecast) +
+         cuts_text(graph, forecast.plan) + step_text(graph, forecast);
 }
 
 ordered_json to_json(const Graph& graph, const Forecast& forecast) {
@@ -244,14 +257,15 @@ ordered_json to_json(const Graph& graph, const Forecast& forecast) {
           {"cuts", cuts_json(graph, forecast.plan)}};
 }
 
-std::vector<Alternative> plan_alternatives(const Graph& graph, const Config& config,
+std::vector<Alternative> plan_alternatives(const graph::SavedGraph& saved, const Config& config,
                                            const std::vector<int>& partitions, int replicas) {
+  const Graph& graph = saved.graph;
   const std::string file = runtime::read_schedule(config);
   std::vector<Alternative> result;
   for (const int count : partitions) {
     auto options = runtime::partition_options(
         config, count,
-        step_model(config, graph, count, static_cast<int>(config.microbatches()), replicas));
+        step_model(config, saved, count, static_cast<int>(config.microbatches()), replicas));
     if (config.pipeline() == "interleaved" && !config.is_set("active_microbatches")) {
       options.step().active_microbatches(count + 2);
     }

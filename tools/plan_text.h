@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "graph/serialize.h"
 #include "smp/config.h"
 #include "tools/forecast.h"
 
@@ -27,7 +28,7 @@ struct Alternative {
 };
 
 /// Plans for each number of partitions, with so many replicas, otherwise as `config` says.
-std::vector<Alternative> plan_alternatives(const graph::Graph& graph, const Config& config,
+std::vector<Alternative> plan_alternatives(const graph::SavedGraph& saved, const Config& config,
                                            const std::vector<int>& partitions, int replicas);
 
 /// A table with a line for each.

@@ -57,7 +57,8 @@ class Parameters {
     add(app, "--memory-weight", "memory_weight", "0 balances time only, 1 memory only");
     add(app, "--memory-limit", "memory_limit_mb", "MiB that a partition may use; 0: any");
     add(app, "--optimizer-state", "optimizer_state_factor",
-        "Bytes of optimizer state for each byte trained: 2 (Adam), 1 (momentum), 0");
+        "Bytes of optimizer state for each byte trained: 2 (Adam), 1 (momentum), 0; else the "
+        "optimizer's of the run");
   }
 
   Config over(const std::string& file) const {
@@ -131,19 +132,21 @@ smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph
                                           partition.partitions(), options.load_plan);
 }
 
-std::string planned(const Options& options, const smp::graph::Graph& graph, const Config& config) {
+std::string planned(const Options& options, const smp::graph::SavedGraph& saved,
+                    const Config& config) {
+  const smp::graph::Graph& graph = saved.graph;
   SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "html",
                  "smp_plan: --compare has no page: expected --format text or json, got html.");
   if (!options.compare.empty()) {
     const auto alternatives =
-        smp::tools::plan_alternatives(graph, config, options.compare, options.replicas);
+        smp::tools::plan_alternatives(saved, config, options.compare, options.replicas);
     return options.format == "json" ? smp::tools::to_json(graph, alternatives).dump(2) + "\n"
                                     : smp::tools::to_text(graph, alternatives);
   }
   const auto ranks = static_cast<int>(config.partitions());
   const auto microbatches = static_cast<int>(config.microbatches());
   auto partition = smp::runtime::partition_options(
-      config, ranks, smp::tools::step_model(config, graph, ranks, microbatches, options.replicas));
+      config, ranks, smp::tools::step_model(config, saved, ranks, microbatches, options.replicas));
   const std::string file = smp::runtime::read_schedule(config);
   partition.placement(smp::runtime::best_placement(config, file, graph, partition));
   auto plan = make_plan(options, graph, partition);
@@ -174,7 +177,7 @@ int main(int argc, char** argv) {
   CLI::App app{
       "Plans a model from its saved graph, without running it: smp_plan GRAPH [OPTIONS]\n"
       "Draws a schedule: smp_plan --schedule NAME [OPTIONS]\n"
-      "See docs/partitioning.md and docs/timeline.md.",
+      "See docs/partitioning.md and docs/performance.md.",
       "smp_plan"};
   smp::tools::add_version(app);
   app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"");

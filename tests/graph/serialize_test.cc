@@ -7,12 +7,13 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <random>
 
 #include "partitioner/partition.h"
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 #include "tests/graph/harness.h"
 #include "tests/partitioner/graph_builder.h"
 #include "tests/smp/models.h"
@@ -22,7 +23,8 @@ namespace {
 
 using partitioner::testing::GraphBuilder;
 using partitioner::testing::Ref;
-using smp::testing::error_text;
+using smp::testing::error_of;
+using smp::testing::error_or_none;
 
 Graph reloaded(const Graph& graph) { return graph_from_json(graph_to_json(graph), "graph.json"); }
 
@@ -116,8 +118,26 @@ TEST(Serialize, FilesComeBack) {
   GraphBuilder b;
   b.output(b.op("aten::relu", {b.input(torch::ones({2, 2}))}));
   save_graph(b.graph(), path);
-  expect_equal(b.graph(), load_graph(path));
+  expect_equal(b.graph(), load_graph(path).graph);
   std::filesystem::remove(path);
+}
+
+TEST(Serialize, OptimizerStatesComeBack) {
+  GraphBuilder b;
+  b.output(b.op("aten::relu", {b.input(torch::ones({2, 2}))}));
+  const std::map<std::string, double> state = {{"a.weight", 2}, {"b \"c\"", 0.5}};
+  const std::string text = graph_to_json(b.graph(), state);
+  EXPECT_EQ(saved_graph_from_json(text, "text").optimizer_state, state);
+  expect_equal(b.graph(), saved_graph_from_json(text, "text").graph);
+  EXPECT_TRUE(saved_graph_from_json(graph_to_json(b.graph()), "text").optimizer_state.empty());
+  const std::map<double, std::string> refused = {{-1, "-1.0"}, {1e7, "10000000.0"}};
+  for (const auto& [factor, shown] : refused) {
+    const std::string wrong = graph_to_json(b.graph(), {{"a", factor}});
+    EXPECT_EQ(error_of<ConfigError>([&] { saved_graph_from_json(wrong, "text"); }),
+              "[smp] text: \"optimizer_state[0].bytes_per_byte\": expected a number from 0 to "
+              "1000000, got " +
+                  shown + ".");
+  }
 }
 
 TEST(Serialize, EveryKindOfConstant) {
@@ -220,7 +240,7 @@ TEST(Serialize, ConstantsWithoutAJsonForm) {
   GraphBuilder b;
   b.op("aten::gelu", {b.input(torch::ones({2})), c10::IValue("tanh")});
   b.graph().operators[0].arguments[1].constant = c10::Dict<std::string, int64_t>();
-  EXPECT_EQ(error_text<CaptureError>([&] { graph_to_json(b.graph()); }),
+  EXPECT_EQ(error_of<CaptureError>([&] { graph_to_json(b.graph()); }),
             "[smp] cannot save the graph: argument \"approximate\" of operator aten::gelu is of "
             "type GenericDict, which has no JSON form. Leave out the configuration parameter "
             "\"graph_file\".");
@@ -236,9 +256,9 @@ TEST(Serialize, NamesThatCannotBeShown) {
     GraphBuilder b;
     b.scope = scope;
     b.output(b.op("aten::relu", {b.parameter(parameter, torch::ones({2}))}));
-    return error_text<CaptureError>([&] { graph_to_json(b.graph()); });
+    return error_or_none<CaptureError>([&] { graph_to_json(b.graph()); });
   };
-  EXPECT_EQ(error("\xc3\xa4", "weight"), "<no error>");
+  EXPECT_EQ(error("\xc3\xa4", "weight"), "");
   for (const std::string& text : {error("a\nb", "weight"), error("", "a\nb")}) {
     EXPECT_EQ(text,
               "[smp] cannot save the graph: expected names of modules and parameters of at most "
@@ -251,7 +271,7 @@ TEST(Serialize, NamesThatCannotBeShown) {
   GraphBuilder b;
   b.op("aten::mul.Scalar", {b.input(torch::ones({2})), 2.0});
   b.graph().operators[0].arguments[1].constant = "\xff";
-  EXPECT_EQ(error_text<CaptureError>([&] {
+  EXPECT_EQ(error_of<CaptureError>([&] {
               graph_to_json(b.graph());
             }).find("[smp] cannot save the graph: expected constants of text in UTF-8, got: "),
             0u);
@@ -273,27 +293,27 @@ class SerializeErrors : public ::testing::Test {
     const size_t at = changed.find(from);
     EXPECT_NE(at, std::string::npos) << from << " is not in\n" << text_;
     if (at != std::string::npos) changed.replace(at, from.size(), to);
-    return error_text([&] { graph_from_json(changed, "g.json"); });
+    return error_or_none<ConfigError>([&] { graph_from_json(changed, "g.json"); });
   }
 
   std::string text_;
 };
 
 TEST_F(SerializeErrors, NoGraph) {
-  EXPECT_EQ(error_text([] { load_graph("no/such.json"); }),
+  EXPECT_EQ(error_of<ConfigError>([] { load_graph("no/such.json"); }),
             "[smp] no/such.json: cannot read the saved graph: No such file or directory. Give the "
             "path of a JSON file.");
   GraphBuilder b;
-  EXPECT_EQ(error_text([&] { save_graph(b.graph(), "no/such.json"); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { save_graph(b.graph(), "no/such.json"); }),
             "[smp] no/such.json: cannot write the graph: No such file or directory. Give a path in "
             "a folder that can be written.");
-  EXPECT_EQ(error_text([] { graph_from_json(R"({"partitions": 2})", "smp.json"); }),
+  EXPECT_EQ(error_of<ConfigError>([] { graph_from_json(R"({"partitions": 2})", "smp.json"); }),
             "[smp] smp.json: this is not a saved graph: it has no \"format\": \"smp graph\". Give "
             "a file that was written for the configuration parameter \"graph_file\".");
   EXPECT_EQ(error_with("\"version\": 1", "\"version\": 7"),
             "[smp] g.json: \"version\": expected version 1 of saved graphs, got 7. Save the graph "
             "again (configuration parameter \"graph_file\").");
-  EXPECT_EQ(error_text([&] {
+  EXPECT_EQ(error_of<ConfigError>([&] {
               graph_from_json(text_.substr(0, text_.size() / 2), "g.json");
             }).find("[smp] g.json: malformed JSON at line "),
             0u);
@@ -362,7 +382,7 @@ TEST_F(SerializeErrors, ChangesOfTheGraphAreSeenCostsMayChange) {
             "[smp] g.json: \"fingerprint\": the graph is not the one that was saved: the file was "
             "changed in more than its costs, or written by another version of libtorch. Save the "
             "graph again (configuration parameter \"graph_file\").");
-  EXPECT_EQ(error_with("\"forward_us\":0.0", "\"forward_us\":1.5"), "<no error>");
+  EXPECT_EQ(error_with("\"forward_us\":0.0", "\"forward_us\":1.5"), "");
 }
 
 /// Whatever a file holds, it is read or refused.

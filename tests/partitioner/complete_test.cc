@@ -12,14 +12,15 @@
 #include "core/check.h"
 #include "partitioner/cuts.h"
 #include "partitioner/partition.h"
+#include "tests/error_of.h"
 #include "tests/partitioner/chain.h"
-#include "tests/partitioner/error_of.h"
 #include "tests/partitioner/random_graph.h"
 
 namespace smp::partitioner::testing {
 namespace {
 
 using graph::Graph;
+using smp::testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 

@@ -15,14 +15,14 @@
 #include "partitioner/cost.h"
 #include "partitioner/partition.h"
 #include "partitioner/predict.h"
-#include "tests/partitioner/error_of.h"
+#include "tests/error_of.h"
 #include "tests/partitioner/graph_builder.h"
 
 namespace smp::partitioner {
 namespace {
 
+using smp::testing::error_of;
 using ::testing::ElementsAre;
-using testing::error_of;
 using testing::GraphBuilder;
 using testing::Ref;
 using ::testing::StartsWith;

@@ -17,7 +17,7 @@
 #include "partitioner/cost.h"
 #include "partitioner/plan_file.h"
 #include "partitioner/verify.h"
-#include "tests/partitioner/error_of.h"
+#include "tests/error_of.h"
 #include "tests/partitioner/random_graph.h"
 
 namespace smp::partitioner::testing {
@@ -25,6 +25,7 @@ namespace {
 
 using graph::Graph;
 using graph::ValueId;
+using smp::testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;

@@ -19,8 +19,8 @@
 #include "partitioner/data_flow.h"
 #include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
+#include "tests/error_of.h"
 #include "tests/partitioner/chain.h"
-#include "tests/partitioner/error_of.h"
 #include "tests/partitioner/random_graph.h"
 
 namespace smp::partitioner::testing {
@@ -28,6 +28,8 @@ namespace {
 
 using graph::Graph;
 using graph::ValueId;
+using smp::testing::error_of;
+using smp::testing::error_or_none;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -51,7 +53,7 @@ std::optional<Score> score(const Graph& graph, const std::vector<int>& stages,
                            const std::vector<int>& ranks, const Owners& owner, int microbatches) {
   Plan plan = complete_plan(graph, ranks, stages, owner);
   plan.reason_of_operator.resize(stages.size());
-  if (error_of([&] { verify_plan(graph, plan); }) != "no error") return std::nullopt;
+  if (!error_or_none([&] { verify_plan(graph, plan); }).empty()) return std::nullopt;
   Score score;
   score.stages = stages;
   const std::vector<ValueId> weights = split_weights(graph);
@@ -259,14 +261,15 @@ TEST(Errors, TooFewPieces) {
       "cuts "
       "between them are illegal, the first of these 1|2: operator 2 (aten::relu_) writes the "
       "storage that %1 and %2 share, and both are used after the cut. Ask for fewer stages "
-      "(\"pipeline_parallel_degree\"), or change what keeps operators together: let one that works "
+      "(\"partitions\"; of smp_plan --stages), or change what keeps operators together: let one "
+      "that works "
       "in place return a new tensor, or differentiate (autograd::grad) with respect to a later "
       "one.");
   b.graph().operators.pop_back();
   EXPECT_THAT(error_of<PartitionError>([&] { partition(b.graph(), PartitionOptions(3)); }),
               HasSubstr("cannot divide 2 operators into 3 stages: at most 2 are possible, since a "
                         "stage has at least one. Ask for fewer stages "
-                        "(\"pipeline_parallel_degree\")."));
+                        "(\"partitions\"; of smp_plan --stages)."));
 }
 
 TEST(Errors, OwnersThatLeaveNoRoom) {

@@ -7,12 +7,13 @@
 
 #include "partitioner/partition.h"
 #include "partitioner/stage_list.h"
-#include "tests/partitioner/error_of.h"
+#include "tests/error_of.h"
 #include "tests/partitioner/graph_builder.h"
 
 namespace smp::partitioner::testing {
 namespace {
 
+using smp::testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 

@@ -11,12 +11,13 @@
 
 #include "partitioner/complete.h"
 #include "partitioner/predict.h"
-#include "tests/partitioner/error_of.h"
+#include "tests/error_of.h"
 #include "tests/partitioner/graph_builder.h"
 
 namespace smp::partitioner::testing {
 namespace {
 
+using smp::testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
