@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "smp/detail/plain_arguments.h"
 #include "smp/export.h"
 
 namespace smp {
@@ -44,5 +45,21 @@ SMP_API at::Tensor grad_norm(const ModelCore& model, double norm_type = 2);
 SMP_API double clip_grad_norm_(const ModelCore& model, double max_norm, double norm_type = 2,
                                bool error_if_nonfinite = false);
 SMP_API void clip_grad_value_(const ModelCore& model, double clip_value);
+
+/// None of these compiles: they name the argument to pass instead of a plain module.
+template <class... Arguments, class = detail::IfPlain<Arguments...>>
+at::Tensor grad_norm(const Arguments&...) {
+  detail::refuse_plain_between_steps<Arguments...>();
+  return {};
+}
+template <class... Arguments, class = detail::IfPlain<Arguments...>>
+double clip_grad_norm_(const Arguments&...) {
+  detail::refuse_plain_between_steps<Arguments...>();
+  return 0;
+}
+template <class... Arguments, class = detail::IfPlain<Arguments...>>
+void clip_grad_value_(const Arguments&...) {
+  detail::refuse_plain_between_steps<Arguments...>();
+}
 
 }  // namespace smp

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "smp/detail/plain_arguments.h"
 #include "smp/export.h"
 
 namespace smp {
@@ -68,20 +69,25 @@ class SMP_API Ema {
     std::shared_ptr<runtime::Average> average_;
   };
 
-  /// Averages the parameters. Throws `UsageError` before `smp::init`, for a decay that is none, for
-  /// a name that is empty, too long, no UTF-8 or has a "/" or control characters, and for one that
-  /// the model has an average of.
+  /// Averages the parameters. Throws `UsageError` before `smp::init`, for a decay out of range, for
+  /// a name that is empty, too long, no UTF-8 or has a "/" or control characters, and for the name
+  /// of another average of the model.
   explicit Ema(const ModelCore& model, const EmaOptions& options = {});
-  /// The same of the master weights where `optimizer` has them, with `fp16` or `bf16`, so that
-  /// updates smaller than a half-precision number's last digit count. The optimizer that
+  /// Averages the master weights, which `optimizer` has with `fp16` or `bf16`, so that updates
+  /// below the last digit of half precision count; otherwise the parameters. The optimizer that
   /// `optimizer` wraps must outlive this.
   Ema(const ModelCore& model, const OptimizerCore& optimizer, const EmaOptions& options = {});
+  /// Does not compile: names the argument to pass instead of a plain module or optimizer.
+  template <class... Arguments, class = detail::IfPlain<Arguments...>>
+  explicit Ema(const Arguments&...) {
+    detail::refuse_plain_between_steps<Arguments...>();
+  }
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
 
-  /// Adds the parameters of now to the average: after each `optimizer.step()`, on all ranks. Not
-  /// collective. Throws `UsageError` inside a step function, before the first step and while
-  /// `averaged()` lives.
+  /// Adds the current parameters to the average. Called after each `optimizer.step()`, on all
+  /// ranks. Not collective. Throws `UsageError` inside a step function, before the first step and
+  /// while `averaged()` lives.
   void update() const;
   /// How many updates the average has had, those of a checkpoint that was loaded too.
   int64_t updates() const;

@@ -48,4 +48,15 @@ constexpr void refuse_plain() {
                 "smp::load_into_module(path, *module) reads a checkpoint");
 }
 
+/// The same for calls between steps.
+template <class... Arguments>
+constexpr void refuse_plain_between_steps() {
+  static_assert(!(is_plain_module<Arguments> || ...),
+                "this call takes a smp::DistributedModel, whose parameters lie on several ranks, "
+                "not the module that it wraps: pass the DistributedModel");
+  static_assert(!(is_plain_optimizer<Arguments> || ...),
+                "this call takes a smp::DistributedOptimizer, not a plain torch::optim optimizer: "
+                "wrap it, auto optimizer = smp::distributed(plain), and pass that");
+}
+
 }  // namespace smp::detail

@@ -52,9 +52,24 @@ void mistakes(Net net, torch::Tensor loss) {
   smp::save_checkpoint("p", "t", module, optimizer);  // expected: pass the DistributedModel
   smp::resume_from_checkpoint("p", "t", *module);     // expected: pass the DistributedModel
 
+  smp::clip_grad_norm_(net, 1.0);      // expected: not the module that it wraps
+  (void)smp::grad_norm(*net);          // expected: not the module that it wraps
+  smp::clip_grad_value_(module, 1.0);  // expected: not the module that it wraps
+  smp::Ema of_module(net.ptr());       // expected: not the module that it wraps
+  smp::Ema of_optimizer(model, sgd);   // expected: not a plain torch::optim optimizer
+
   OtherImpl impl;
   smp::DistributedModel<NetImpl> of_class(*net);  // expected: not the class of the module itself
   smp::DistributedModel deduced(impl);            // expected: not the class of the module itself
+
+  auto loader = torch::data::make_data_loader(torch::data::datasets::TensorDataset({loss}), 4);
+  auto train = smp::step([](torch::Tensor x, torch::Tensor y) { return x - y; });
+  train(*loader);  // expected: not a DataLoader: loop over the loader and pass each batch
+  train(loss);     // expected: do not fit the parameters of the step function
+  train(loss, loss).item<double>();  // expected: take the mean or the sum of them first
+  smp::Config().micro_batches(4);    // expected: did you mean 'microbatches'?
+
+  const smp::KeyedRandom random(1, 0, 0, 0);  // expected: call to deleted constructor
 
   auto of_batch = smp::step([](Batch batch) { return batch.x; });
   of_batch(Batch{loss, loss});  // expected: list its fields: SMP_FIELDS(x, y);
@@ -71,6 +86,7 @@ void right(Net net, torch::Tensor loss) {
   auto optimizer = smp::distributed(plain);
   smp::DistributedOptimizer<torch::optim::SGD> other(model->parameters(), 0.1);
   model->backward(loss);
+  const smp::KeyedRandom random(1, "train", 0, 0);
   model.forward(loss);
   model->forward(loss);
   smp::save("p", model);
@@ -82,6 +98,11 @@ void right(Net net, torch::Tensor loss) {
   smp::load("p", model, other);
   smp::save_checkpoint("p", "t", model, optimizer);
   smp::resume_from_checkpoint("p", std::nullopt, model, other, smp::LoadOptions());
+  smp::clip_grad_norm_(model, 1.0);
+  smp::clip_grad_norm_(net->parameters(), 1.0);
+  smp::clip_grad_value_(of_pointer, 1.0);
+  const smp::Ema ema(model, smp::EmaOptions().decay(0.9));
+  const smp::Ema of_masters(model, other);
   const auto parts = smp::CheckpointParts().add(model, optimizer);
   smp::save("p", parts, "{}");
   smp::load("p", parts);
