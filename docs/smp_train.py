@@ -9,6 +9,7 @@ import sys
 import numpy
 import torch
 from safetensors.torch import load_file, save_file
+from smp_streams import KeyedInterpreter, RandomKey  # beside this file
 from torch.nn import functional as F
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
@@ -47,24 +48,22 @@ def train(model, x, t, s):
     optimizer = OPTIMIZERS[s["optimizer"]](groups, lr=s["lr"], fused=True)
     size, parts, shards = s["batch_size"], s["microbatches"], s["gradient_shards"]
     for step in range(s["steps"]):
-        epoch, number = divmod(step, len(x) // size)
-        batch = order(len(x), s["seed"], epoch)[number * size:(number + 1) * size]
+        epoch, place = divmod(step, len(x) // size)
+        batch = order(len(x), s["seed"], epoch)[place * size:(place + 1) * size]
         counts = t[batch] != -100 if s["loss"] == "cross_entropy" else torch.ones(t[batch].shape)
         tokens = counts.sum(dtype=torch.int64).clamp(min=1)
         loss, sums = 0, [0] * len(parameters)
-        for shard in batch.chunk(shards):
-            for rows in shard.chunk(parts // shards):
-                part = loss_sum(s, model(x[rows]), t[rows]) * parts / tokens
-                part.backward()
-                loss = loss + part.detach()
-            sums = [total + p.grad for total, p in zip(sums, parameters)]
-            optimizer.zero_grad()
+        for number, rows in enumerate(batch.chunk(parts)):
+            keyed = KeyedInterpreter(model, RandomKey(s["seed"], "train", step, number))
+            part = loss_sum(s, keyed.run(x[rows]), t[rows]) * parts / tokens
+            part.backward()
+            loss = loss + part.detach()
+            if (number + 1) % (parts // shards) == 0:  # a shard ends
+                sums = [total + p.grad for total, p in zip(sums, parameters)]
+                optimizer.zero_grad()
         for total, p in zip(sums, parameters):
             p.grad = total / parts
-        if s["clip"] > 0:
-            norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-            for p in parameters:
-                p.grad.mul_((s["clip"] / (norm + 1e-6)).clamp(max=1.0))
+        torch.nn.utils.clip_grad_norm_(parameters, s["clip"] or math.inf)
         for group in optimizer.param_groups:
             group["lr"] = s["lr"] * rate(s, step)
         optimizer.step()
@@ -73,7 +72,9 @@ def train(model, x, t, s):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    trained, data = torch.export.load(sys.argv[1]).module(), load_file(sys.argv[2])
+    trained = torch.export.load(sys.argv[1]).module()
+    data = {name: t.long() if t.dtype in (torch.uint16, torch.uint32) else t
+            for name, t in load_file(sys.argv[2]).items()}
     with open(sys.argv[3], encoding="utf-8") as settings:
         train(trained, data["input"], data["target"], json.load(settings))
     save_file({name: p.detach().clone() for name, p in trained.state_dict().items()}, sys.argv[4])

@@ -112,11 +112,10 @@ SMP_API ExportedModule load_exported(const std::string& path);
 /// `CheckpointError` for programs of different models, and `UsageError` if both names are empty.
 SMP_API ExportedModule load_exported(const ExportedPrograms& programs);
 
-/// Writes the program that the file `program` holds with other weights, for Python's
-/// torch.export.load, `load_exported` and other readers of such files: `path` becomes a copy of it
-/// in which parameters and buffers have the values of `state`, by name, and nothing else is
-/// changed. Values are converted to the types that the program has them in; names that it does not
-/// have are left out. Needs no `init`, and is not collective:
+/// Writes a copy of the file `program` to `path`, in which parameters and buffers have the values
+/// of `state`, by name; nothing else is changed. Python's torch.export.load, `load_exported` and
+/// other readers of such files take it. Values are converted to the program's types; names that it
+/// lacks are left out. Needs no `init`, and is not collective:
 /// \code
 ///   const auto state = model->state_dict(/*gather_to_rank0=*/true);
 ///   if (smp::rank() == 0) smp::save_exported("model.pt2", state, "trained.pt2");

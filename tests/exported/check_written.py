@@ -5,17 +5,20 @@
 usage: SMP_WRITTEN_PROGRAMS=FOLDER bazel-bin/tests/exported/write_test   (writes them)
        check_written.py FOLDER [NAME...] [--aoti NAME]... [--onnx NAME]...  (a Python with torch)
 
-Each NAME.pt2 is loaded by torch.export.load, its sample inputs too, and run with each
-NAME.N.safetensors: outputs, gradients and buffers must be equal to the bit, with one thread. --aoti
-compiles a program by AOTInductor, --onnx exports it, and both compare outputs within 1e-4.
+Each NAME.pt2 is loaded by torch.export.load, its sample inputs by torch.load with
+weights_only=True, and run with each NAME.N.safetensors: outputs, gradients and buffers must be equal
+to the bit, with one thread. --aoti compiles a program by AOTInductor, --onnx exports it, and both
+compare outputs within 1e-4.
 """
 
 import argparse
+import io
 import json
 import pathlib
 import struct
 import sys
 import warnings
+import zipfile
 
 import torch
 from torch.utils import _pytree as pytree
@@ -46,11 +49,19 @@ def group(tensors, prefix):
             if name.startswith(prefix)}
 
 
-def arguments_of(program, run):
+def sample_inputs_of(path):
+    """Positional and named ones. With weights_only=True nothing but tensors, numbers and containers
+    can be read."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith("/sample_inputs/model.pt")]
+        return torch.load(io.BytesIO(archive.read(names[0])), weights_only=True)
+
+
+def arguments_of(path, run):
     """The sample inputs with the tensors of a run in place of theirs."""
     inputs = iter(group(run, "input.")[str(i)] for i in range(len(group(run, "input."))))
     return pytree.tree_map(lambda leaf: next(inputs) if isinstance(leaf, torch.Tensor) else leaf,
-                           program.example_inputs)
+                           sample_inputs_of(path))
 
 
 def tensors_in(result):
@@ -85,13 +96,14 @@ def run_of(module, args, kwargs):
 
 
 def differences(folder, name):
-    program = torch.export.load(folder / f"{name}.pt2")
+    archive = folder / f"{name}.pt2"
+    program = torch.export.load(archive)
     module = program.module()
     constants = set(program.constants)
     found = []
     for path in sorted(folder.glob(f"{name}.*.safetensors")):
         expected = read_safetensors(path)
-        got = run_of(module, *arguments_of(program, expected))
+        got = run_of(module, *arguments_of(archive, expected))
         for key, tensor in expected.items():
             if key.startswith("input."):
                 continue
@@ -102,8 +114,8 @@ def differences(folder, name):
     return found
 
 
-def compare_outputs(name, what, program, expected, call):
-    args, kwargs = arguments_of(program, expected)
+def compare_outputs(name, what, archive, expected, call):
+    args, kwargs = arguments_of(archive, expected)
     got = tensors_in(call(*args, **kwargs))
     largest = max(float((a.double() - expected[f"output.{i}"].double()).abs().max())
                   for i, a in enumerate(got))
@@ -112,22 +124,22 @@ def compare_outputs(name, what, program, expected, call):
 
 
 def check_aoti(folder, name):
-    program = torch.export.load(folder / f"{name}.pt2")
+    archive = folder / f"{name}.pt2"
     package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(folder / f"{name}.aoti.pt2"))
+        torch.export.load(archive), package_path=str(folder / f"{name}.aoti.pt2"))
     call = torch._inductor.aoti_load_package(package)
     found = []
     for path in sorted(folder.glob(f"{name}.*.safetensors")):
-        found += compare_outputs(name, "AOTInductor", program, read_safetensors(path), call)
+        found += compare_outputs(name, "AOTInductor", archive, read_safetensors(path), call)
     return found
 
 
 def check_onnx(folder, name):
-    program = torch.export.load(folder / f"{name}.pt2")
-    exported = torch.onnx.export(program, dynamo=True)
+    archive = folder / f"{name}.pt2"
+    exported = torch.onnx.export(torch.export.load(archive), dynamo=True)
     found = []
     for path in sorted(folder.glob(f"{name}.*.safetensors")):
-        found += compare_outputs(name, "ONNX", program, read_safetensors(path), exported)
+        found += compare_outputs(name, "ONNX", archive, read_safetensors(path), exported)
     return found
 
 

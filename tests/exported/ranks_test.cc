@@ -83,6 +83,33 @@ struct CastsNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(CastsNet);
 
+/// A program that writes tensors which it is given: the batch, and states that forward made.
+struct WritesNetImpl : torch::nn::Module {
+  explicit WritesNetImpl(const std::string& name) {
+    const ExportedPrograms writes = ExportedPrograms().train(archive(name)).eval(archive(name));
+    net = register_module("net", load_exported(writes));
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    c10::Dict<std::string, torch::Tensor> states;
+    const auto sum = x.mean(0), count = torch::zeros({1}, torch::kLong);
+    states.insert("sum", sum);
+    states.insert("count", count);
+    const auto y = net(x, states).toTensor();
+    return y + x * sum + count;
+  }
+  static torch::Tensor criterion(const torch::Tensor& y, const torch::Tensor& target) {
+    return torch::mse_loss(y, target);
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) { return criterion(forward(x), y); }
+  static std::vector<torch::Tensor> batch(int64_t size) {
+    return {torch::randn({size, 4}), torch::randn({size, 4})};
+  }
+
+  ExportedModule net{nullptr};
+};
+TORCH_MODULE(WritesNet);
+
 class ExportedOnRanks : public ::testing::Test {
  protected:
   void SetUp() override { torch::set_num_threads(1); }
@@ -111,6 +138,49 @@ TEST_F(ExportedOnRanks, RegionsOfAutocast) {
        {Layout{1, 1, 2, "simple"}, Layout{2, 1, 2, "interleaved"}, Layout{2, 2, 2, "simple"}}) {
     SCOPED_TRACE(layout);
     check<CastsNet, torch::optim::SGD>(layout, make, torch::optim::SGDOptions(0.1));
+  }
+}
+
+/// In place, and as results of a functional program.
+TEST_F(ExportedOnRanks, InputsThatAProgramWrites) {
+  for (const std::string name : {"writes", "writes_core"}) {
+    const std::function<WritesNet()> make = [name] { return WritesNet(name); };
+    for (const Layout& layout :
+         {Layout{1, 1, 2, "simple"}, Layout{2, 1, 2, "interleaved"}, Layout{2, 2, 2, "simple"}}) {
+      SCOPED_TRACE(c10::str(name, ", ", layout));
+      check<WritesNet, torch::optim::SGD>(layout, make, torch::optim::SGDOptions(0.1));
+    }
+  }
+}
+
+/// Arguments of a step are each microbatch's own: a program's writes are seen in the step alone.
+TEST_F(ExportedOnRanks, ArgumentsOfAStepThatAProgramWrites) {
+  const auto x = torch::randn({4, 4}), sum = torch::randn({4});
+  const auto count = torch::zeros({1}, torch::kLong);
+  const auto x_before = x.clone(), sum_before = sum.clone();
+  for (const char* name : {"writes", "writes_core"}) {
+    SCOPED_TRACE(name);
+    run_as_threads(1, Config().microbatches(2), [&] {
+      DistributedModel<ExportedModule> model(load_exported(archive(name)));
+      auto train = step([&](torch::Tensor x, torch::Tensor sum, torch::Tensor count) {
+        c10::Dict<std::string, torch::Tensor> states;
+        states.insert("sum", sum);
+        states.insert("count", count);
+        auto loss = model(x, states).toTensor().square().mean();
+        model->backward(loss);
+        return std::make_tuple(loss, x, count);
+      });
+      for (int call = 0; call < 2; ++call) {
+        const auto [loss, written, counts] = train(x, whole(sum), whole(count));
+        for (int m = 0; m < 2; ++m) {
+          EXPECT_TRUE(torch::equal(written.outputs()[m], x.narrow(0, 2 * m, 2) * 0.5)) << m;
+          EXPECT_EQ(counts.outputs()[m].item<int64_t>(), 1) << m;
+        }
+      }
+    });
+    EXPECT_TRUE(torch::equal(x, x_before));
+    EXPECT_TRUE(torch::equal(sum, sum_before));
+    EXPECT_EQ(count.item<int64_t>(), 0);
   }
 }
 

@@ -21,6 +21,7 @@
 #include "smp/export_program.h"
 #include "smp/exported.h"
 #include "smp/leaf.h"
+#include "smp/smp.h"
 #include "tests/error_of.h"
 #include "tests/exported/archives.h"
 #include "tests/exported/written.h"
@@ -239,6 +240,43 @@ TEST_F(ExportProgram, PartsForTheBackwardAreLeftOut) {
   export_program(path(), *layer, step, std::make_tuple(torch::randn({6, 4})));
   EXPECT_EQ(json().dump().find("softplus"), std::string::npos);
   EXPECT_NE(json().dump().find("aten.abs"), std::string::npos);
+}
+
+/// The body of a step is written as it is, and Python runs its forward.
+TEST_F(ExportProgram, BodiesOfStepsAreWritten) {
+  const WrittenFolder folder;
+  const std::string file = folder.file("Step.pt2");
+  const ExportDim batch("batch");
+  run_as_threads(1, Config().microbatches(2), [&] {
+    torch::set_num_threads(1);
+    Layer net;
+    DistributedModel<Layer> model(net);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), 0.1);
+    const auto body = [&](Tensor x, Tensor y) {
+      const Tensor logits = model(x);
+      const Tensor loss = torch::mse_loss(logits, y);
+      model->backward(loss);
+      return std::make_tuple(loss, logits);
+    };
+    auto train = step(body);
+    const auto x = torch::randn({6, 4}), y = torch::randn({6, 4});
+    train(x, y);
+    optimizer.step();
+    export_program(file, *net, body, std::make_tuple(x, y),
+                   ExportProgramOptions().dynamic_shapes({{{0, batch}}, {{0, batch}}}));
+    ExportedModule loaded = load_exported(file);
+    int number = 0;
+    for (const int size : {6, 2, 5}) {
+      const auto inputs = x.narrow(0, 0, size), targets = y.narrow(0, 0, size);
+      const RunTensors expected = run_of(*net, [&] {
+        const Tensor logits = net->forward(inputs);
+        return detail::as_ivalue(std::make_tuple(torch::mse_loss(logits, targets), logits));
+      });
+      expect_same_run(run_of(*loaded, [&] { return loaded(inputs, targets); }), expected,
+                      "batch " + std::to_string(size));
+      keep_run(folder, "Step", number++, {inputs, targets}, expected);
+    }
+  });
 }
 
 TEST_F(ExportProgram, OperatorsThatPythonLacksAreRefused) {

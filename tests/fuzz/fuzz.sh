@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # usage: tests/fuzz/fuzz.sh [SECONDS [TARGET...]]
 #
-# Runs each fuzz target (config, exported programs, index, safetensors, weight_map, idx, and
-# readers: schedules, plans, saved graphs, costs, name maps and logs of hashes) for SECONDS (600)
-# under libFuzzer with the address and undefined-behaviour sanitizers, from the inputs of
+# Runs each fuzz target (config, exported programs, index, safetensors, weight_map, idx, samples of
+# smp_train, and readers: schedules, plans, saved graphs, costs, name maps and logs of hashes) for
+# SECONDS (600) under libFuzzer with the address and undefined-behaviour sanitizers, from the inputs of
 # tests/fuzz/corpus. New inputs stay in fuzz-corpus/TARGET; those that break a reader, in
 # fuzz-corpus/TARGET-crash-*. An input of 8 KiB may lead to no allocation above 16 MiB. BAZEL may
 # hold another command and options.

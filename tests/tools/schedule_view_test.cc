@@ -98,7 +98,7 @@ TEST(ScheduleView, ReadsFiles) {
 }
 
 TEST(ScheduleView, MakesWhatItsPageShows) {
-  expect_contains(contents("docs/timeline.md"), show_schedule("1f1b", config_of(2, 2), "text"));
+  expect_contains(contents("docs/performance.md"), show_schedule("1f1b", config_of(2, 2), "text"));
 }
 
 TEST(ScheduleView, CountsOneOfAThing) {

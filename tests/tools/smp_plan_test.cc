@@ -87,19 +87,19 @@ TEST_F(SmpPlan, DrawsASchedule) {
 }
 
 TEST_F(SmpPlan, ARunSavesItsGraphWithCosts) {
-  const graph::Graph one = graph::load_graph(save_graph(1));
+  const graph::Graph one = graph::load_graph(save_graph(1)).graph;
   EXPECT_TRUE(one.trains());
   double us = 0;
   for (const auto& op : one.operators) us += op.cost.forward_us + op.cost.backward_us;
   EXPECT_GT(us, 0);
   // The ranks of a pipeline save the same as a single one, but for the times.
-  const graph::Graph two = graph::load_graph(save_graph(2));
+  const graph::Graph two = graph::load_graph(save_graph(2)).graph;
   EXPECT_EQ(two.to_string(), one.to_string());
 }
 
 TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
   const std::string file = save_graph(1);
-  const graph::Graph graph = graph::load_graph(file);
+  const graph::Graph graph = graph::load_graph(file).graph;
   for (const std::string pipeline : {"simple", "interleaved"}) {
     const auto config =
         Config().partitions(3).microbatches(8).pipeline(pipeline).memory_weight(0.2);
@@ -129,6 +129,33 @@ TEST_F(SmpPlan, PlansAsTheLibraryDoes) {
   }
 }
 
+/// The graph's file tells the optimizer's state of the run; an option comes first.
+TEST_F(SmpPlan, KnowsTheOptimizerOfTheRun) {
+  const std::string file = path("sgd.json");
+  torch::manual_seed(3);
+  const auto x = torch::randn({4, 8});
+  run_as_threads(1, Config().microbatches(2).graph_file(file), [&] {
+    DistributedModel<torch::nn::Linear> model(torch::nn::Linear(8, 4));
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(),
+                                                      torch::optim::SGDOptions(0.1).momentum(0.9));
+    auto train = step([&](torch::Tensor input) {
+      const auto loss = model(input).square().mean();
+      model->backward(loss);
+      return loss;
+    });
+    train(x);
+  });
+  constexpr int kBytes = (8 * 4 + 4) * 4;
+  const auto optimizer_bytes = [](const json& plan) -> int64_t {
+    return plan["stages"][0]["memory"]["optimizer"];
+  };
+  EXPECT_EQ(optimizer_bytes(run_json(file + " --stages 1")), kBytes);
+  EXPECT_EQ(optimizer_bytes(run_json(file + " --stages 1 --optimizer-state 3")), 3 * kBytes);
+  const Outcome text = run(file + " --stages 1");
+  EXPECT_NE(text.output.find("optimizer state of 1 bytes for each byte trained"), std::string::npos)
+      << text.output;
+}
+
 /// Ranks that divide layers save and plan the graph that one of them runs: on parts of parameters,
 /// with operators that communicate.
 TEST_F(SmpPlan, PlansDividedLayers) {
@@ -137,7 +164,7 @@ TEST_F(SmpPlan, PlansDividedLayers) {
       Config().partitions(2).tensor_parallel_degree(2).ddp(true).microbatches(2).timeout_seconds(
           60);
   train(Config(config).graph_file(file), 4);
-  const graph::Graph graph = graph::load_graph(file);
+  const graph::Graph graph = graph::load_graph(file).graph;
   EXPECT_NE(graph.to_string().find("smp::tp_"), std::string::npos) << graph.to_string();
   std::ofstream(run) << config.to_json();
   const json planned = run_json(file + " --config " + run + " --save-plan " + plan);

@@ -130,6 +130,24 @@ TEST(SamplesTest, NumbersOfEachType) {
   EXPECT_TRUE(torch::equal(samples.rows("input", torch::tensor({0})), torch::tensor({{60000}})));
 }
 
+TEST(SamplesTest, UnsignedNumbersOfSafetensors) {
+  const TempFolder folder;
+  const std::string file = folder.file("samples");
+  const Tensor numbers = torch::tensor({1, 40000, 65535, 7}).view({2, 2});
+  checkpoint::write_safetensors(file, {{"bytes", numbers.to(torch::kByte)},
+                                       {"words", numbers.to(torch::kUInt16)},
+                                       {"more", (numbers * 65537).to(torch::kUInt32)},
+                                       {"most", numbers.to(torch::kUInt64)}});
+  const Samples samples(DataOptions(), file, "", {"bytes", "words", "more"});
+  const Tensor rows = torch::tensor({1, 0});
+  EXPECT_TRUE(torch::equal(samples.rows("words", rows), torch::tensor({{65535, 7}, {1, 40000}})));
+  EXPECT_TRUE(torch::equal(samples.rows("more", rows), samples.rows("words", rows) * 65537));
+  EXPECT_EQ(samples.rows("bytes", rows).scalar_type(), torch::kByte);
+  expect_has(error_of<UsageError>([&] { Samples(DataOptions(), file, "", {"most"}); }),
+             {"samples\": \"most\" has type U64, whose numbers int64 may not hold. Write it as "
+              "int64"});
+}
+
 std::string idx(const std::vector<unsigned char>& sizes, const std::string& data) {
   std::string bytes{'\0', '\0', '\x08', static_cast<char>(sizes.size())};
   for (const unsigned char size : sizes) bytes += {'\0', '\0', '\0', static_cast<char>(size)};
@@ -160,6 +178,9 @@ TEST(SamplesTest, Idx) {
   const std::string cut = folder.write("cut", idx({4, 2}, "abc"));
   expect_has(error_of<CheckpointError>([&] { Samples(options, cut, labels, {"input"}); }),
              {"cut\": its header says [4, 2], and it holds 3 bytes. Get the file again"});
+  const std::string none = folder.write("none", idx({2, 0}, ""));
+  expect_has(error_of<CheckpointError>([&] { Samples(options, none, labels, {"input"}); }),
+             {"none\": its header says [2, 0], and it holds 0 bytes. Get the file again"});
 }
 
 TEST(SamplesTest, WrongFiles) {

@@ -2,6 +2,8 @@
 #include "tools/train/data.h"
 
 #include <ATen/Functions.h>
+#include <ATen/TensorIndexing.h>
+#include <ATen/TensorOperators.h>
 
 #include <filesystem>
 
@@ -31,12 +33,14 @@ at::Tensor numbers_of(const at::Tensor& bytes, at::ScalarType type) {
   return (is_aligned ? bytes : bytes.clone()).view(type);
 }
 
-/// Kernels that select rows lack unsigned numbers: these have the same bits.
 at::ScalarType type_of_tokens(const std::string& name) {
   if (name == "uint8") return at::kByte;
-  if (name == "uint16") return at::kShort;
+  if (name == "uint16") return at::kUInt16;
   return name == "int32" ? at::kInt : at::kLong;
 }
+
+/// Few operators take these.
+bool is_unsigned(at::ScalarType type) { return type == at::kUInt16 || type == at::kUInt32; }
 
 /// An idx file of unsigned bytes: https://yann.lecun.com/exdb/mnist
 at::Tensor read_idx(const std::string& path) {
@@ -56,8 +60,9 @@ at::Tensor read_idx(const std::string& path) {
     count *= static_cast<double>(sizes.back());
   }
   const int64_t held = bytes.numel() - header;
-  SMP_CHECK_WITH(CheckpointError, count == static_cast<double>(held), "cannot read the data \"",
-                 path, "\": its header says ", at::IntArrayRef(sizes), ", and it holds ", held,
+  const bool is_complete = held > 0 && count == static_cast<double>(held);
+  SMP_CHECK_WITH(CheckpointError, is_complete, "cannot read the data \"", path,
+                 "\": its header says ", at::IntArrayRef(sizes), ", and it holds ", held,
                  " bytes. Get the file again");
   return bytes.narrow(0, header, held).view(sizes);
 }
@@ -106,6 +111,9 @@ void Samples::add_tensors(const std::vector<std::string>& names) {
                              ". Choose by --inputs and --target");
     }
     const auto& [spec, offset, size] = found->second;
+    SMP_CHECK_WITH(UsageError, spec.dtype != at::kUInt64, "the data \"", path_, "\": \"",
+                   core::printable(name, 100),
+                   "\" has type U64, whose numbers int64 may not hold. Write it as int64");
     const auto own = bytes.narrow(0, static_cast<int64_t>(offset), static_cast<int64_t>(size));
     add(name, numbers_of(own, spec.dtype).view(spec.shape));
   }
@@ -135,12 +143,10 @@ void Samples::add_images(const std::string& labels) {
 }
 
 at::Tensor Samples::rows(const std::string& name, const at::Tensor& indices) const {
-  const at::Tensor rows = tensors_.at(name).index_select(0, indices);
-  if (options_.format == Format::kSafetensors) return rows;
+  const at::Tensor rows = tensors_.at(name).index({indices});
   if (options_.format == Format::kIdx && name == "input") return rows.to(at::kFloat) / 255;
-  const at::Tensor numbers = rows.to(at::kLong);
-  const bool has_sign = options_.format == Format::kTokens && options_.token_type == "uint16";
-  return has_sign ? numbers.bitwise_and(0xffff) : numbers;
+  const bool stays = options_.format == Format::kSafetensors && !is_unsigned(rows.scalar_type());
+  return stays ? rows : rows.to(at::kLong);
 }
 
 }  // namespace smp::tools::train

@@ -25,8 +25,8 @@ class Samples {
 
   int64_t size() const { return size_; }
 
-  /// The rows of a tensor at `indices`, int64, as the model takes them: tokens and labels as int64,
-  /// images as float32 from 0 to 1.
+  /// The rows of a tensor at `indices`, int64, as the model takes them: tokens, labels of idx, and
+  /// unsigned numbers of 16 and 32 bits as int64, images of idx as float32 from 0 to 1.
   at::Tensor rows(const std::string& name, const at::Tensor& indices) const;
 
  private:

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-import streams
+import smp_streams as streams
 
 
 class DrawLog(TorchDispatchMode):

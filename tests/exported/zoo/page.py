@@ -9,7 +9,8 @@ Models of {packages}, tiny and with random weights, in training mode: [torch.exp
 
 - **Operators**, **random**: calls of the program, and those that draw random numbers.
 - **Batch**: whether its size is dynamic in the program.
-- **Ranks**: losses, gradients, weights and buffers against Python's `ep.module()` with the same torch, one thread and the same microbatches, where [an interpreter](../tests/exported/zoo/streams.py) gives each random operator the number of the [streams of a step](capture.md#random-numbers), and AdamW has `fused=True`. *Equal* is: every bit, of both optimizers and all three numbers of ranks.
+- **Ranks**: losses, gradients, weights and buffers against Python's `ep.module()` with the same torch, one thread and the same microbatches, where [an interpreter](smp_streams.py) gives each random operator the number of the [streams of a step](capture.md#random-numbers), and AdamW has `fused=True`. *Equal* is: every bit, of both optimizers and all three numbers of ranks.
+- **Back**: C++ writes the loaded program again by `smp::export_program`, `torch.export.load` reads that, and both programs are called in Python, with batches of 2, 3 and 6: outputs, gradients and buffers.
 - **Eager**: the same for the model itself in Python, without an export, or the first kernel in which it differs from its program. An export drops the backward of a `torch.autograd.Function`, such as Bloom's GELU, and differentiates its forward instead.
 
 Experts of `transformers` that call its own operator are refused: choose others by `experts_implementation="batched_mm"`, as Qwen2Moe here does.
@@ -17,8 +18,8 @@ Experts of `transformers` that call its own operator are refused: choose others 
 Made by `tools/exported_zoo`.
 """
 
-HEAD = ("| Model | Operators | Random | Parameters | Batch | Ranks | Eager |\n"
-        "|---|--:|--:|--:|---|---|---|\n")
+HEAD = ("| Model | Operators | Random | Parameters | Batch | Ranks | Back | Eager |\n"
+        "|---|--:|--:|--:|---|---|---|---|\n")
 
 
 def cell(text):
@@ -27,8 +28,8 @@ def cell(text):
 
 def reason_of(text):
     """Leaves out where this run was: its ranks, folders, and microbatches."""
-    text = re.sub(r"^\[smp[^\]]*\] ", "", text)
-    return re.sub(r'exported program "[^"]*": ', "", text)
+    text = re.sub(r"\[smp[^\]]*\] ", "", text)
+    return re.sub(r'(zoo_run: )?(exported program|cannot export) "[^"]*": ', "", text)
 
 
 def ranks_cell(row):
@@ -55,11 +56,12 @@ def outcome(row):
 
 def line(row):
     if "error" in row:
-        return f"| {row['name']} | | | | | failed: {cell(row['error'])} | |\n"
-    eager = "equal" if row["eager"] is None else cell(row["eager"])
+        return f"| {row['name']} | | | | | failed: {cell(row['error'])} | | |\n"
+    back, eager = [cell(reason_of(row.get(way, "not tried") or "equal"))
+                   for way in ("back", "eager")]
     batch = "dynamic" if row["dynamic"] else "fixed"
     return (f"| {row['name']} | {row['operators']} | {row['random']} | {row['parameters']} | {batch} | "
-            f"{ranks_cell(row)} | {eager} |\n")
+            f"{ranks_cell(row)} | {back} | {eager} |\n")
 
 
 def page_of(rows, versions):

@@ -2,13 +2,13 @@
 """Trains a model of Python as smp does: as an exported program, or eagerly.
 
 Three steps of three microbatches: their gradients are summed in order and divided once, and random
-operators draw from the streams of a step function "train" (streams.py). zoo_run.cc does the same.
+operators draw from the streams of a step function "train" (docs/smp_streams.py). zoo_run.cc does the same.
 """
 
 import torch
 from torch.utils import _pytree as pytree
 
-import streams
+import smp_streams as streams
 
 STEPS = 3
 MICROBATCHES = 3

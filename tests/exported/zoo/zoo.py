@@ -16,12 +16,14 @@ import time
 import traceback
 
 import torch
+from torch.utils import _pytree as pytree
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "docs"))
 import models
 import operators
 import page
 import reference
-import streams
+import smp_streams as streams
 
 RANKS = (1, 2, 4)
 TIME_LIMIT = 900  # seconds of a model
@@ -72,6 +74,11 @@ def tensors_of(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def run_keyed(module, inputs, key, on_random=None):
+    """Calls `ep.module()` with arguments by name, in the order of the export."""
+    return streams.KeyedInterpreter(module, key, on_random).run(*inputs.values())
+
+
 def train_program(program, batches, loss, buffers):
     """The results of `ep.module()` with each optimizer, by name."""
     module = program.module()
@@ -84,7 +91,7 @@ def train_program(program, batches, loss, buffers):
                 tensor.grad = None
         trace.update(reference.train(
             module, optimizer, batches, loss,
-            lambda inputs, key: streams.run(module, inputs, key)))
+            lambda inputs, key: run_keyed(module, inputs, key)))
     names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | buffers
     def is_known(key):
         _, kind, name = key.split(".", 2)
@@ -102,10 +109,10 @@ def log_of_program(program, model, inputs, targets):
     module, key = program.module(), reference.key_of(0, 0)
     draws = operators.DrawLog()
     with draws:
-        streams.run(module, reference.microbatch_of(inputs, 0), key, draws.on_random)
+        run_keyed(module, reference.microbatch_of(inputs, 0), key, draws.on_random)
     kernels = operators.KernelLog()
     with kernels:
-        backward_of(model, streams.run(module, reference.microbatch_of(inputs, 0), key), targets)
+        backward_of(model, run_keyed(module, reference.microbatch_of(inputs, 0), key), targets)
     return draws.draws, kernels.kernels
 
 
@@ -147,16 +154,62 @@ def verdicts_of(program_path, reference_path, model, command):
     return verdicts
 
 
+def results_of(path, *args, **kwargs):
+    """Outputs, gradients and buffers of a call of a program, by name."""
+    program = torch.export.load(path)
+    module = program.module()
+    torch.manual_seed(1)
+    outputs = module(*args, **kwargs)
+    reference.loss_of(outputs, "squares", {}).backward()
+    found = {f"output {i}": leaf.detach() for i, leaf in enumerate(pytree.tree_leaves(outputs))
+             if isinstance(leaf, torch.Tensor)}
+    # Tied parameters have one memory after loading, and one of them has the gradient.
+    gradients = {parameter.data_ptr(): parameter.grad for parameter in module.parameters()
+                 if parameter.grad is not None}
+    for name, tensor in tensors_of(module).items():
+        if name in program.state_dict:
+            found[f"value {name}"] = tensor.detach()
+            found[f"gradient {name}"] = gradients.get(tensor.data_ptr())
+    return found
+
+
+def is_same(tensor, other):
+    if tensor is None or other is None:
+        return tensor is other
+    return reference.same_bits(tensor, other)
+
+
+def compare_written(archive, expected, batches, command):
+    """Has C++ load the program and write it again; says where that differs in Python, for batches of
+    several sizes. None if it does not."""
+    written = archive.with_suffix(".written.pt2")
+    run = subprocess.run([*command, archive, expected, "--write", written], capture_output=True,
+                         text=True, timeout=TIME_LIMIT)
+    if run.returncode != 0:
+        return "refused: " + run.stderr.strip()[-500:]
+    try:
+        for size, (inputs, _) in zip((2, 3, 6), batches):
+            part = {name: inputs[name][:size].clone() for name in sorted(inputs)}
+            first, again = results_of(archive, **part), results_of(written, part)
+            different = [name for name, tensor in first.items()
+                         if not is_same(tensor, again.get(name))]
+            if different:
+                return f"a batch of {size} has another {different[0]}"
+    finally:
+        written.unlink()
+    return None
+
+
 def first_line(error):
     text = str(error).strip() or type(error).__name__
     return f"{type(error).__name__}: {text.splitlines()[0]}"[:300]
 
 
-def run_model(model, folder, command):
-    """Runs one model; returns its row."""
+def run_model(model, folder, command, known):
+    """Runs one model; returns its row. With one of an earlier run only the way back is new."""
     from safetensors.torch import save_file
     torch.set_num_threads(1)
-    row = {"name": model.name, "package": model.package}
+    row = {**known, "name": model.name, "package": model.package}
     torch.manual_seed(1)
     net = model.make().train()
     row["parameters"] = sum(parameter.numel() for parameter in net.parameters())
@@ -171,15 +224,22 @@ def run_model(model, folder, command):
     row["random"] = sum(streams.is_random(node.target) for node in calls_of(program))
     batches = batches_of(model)
     buffers = set(program.graph_signature.buffers)
-    trace = train_program(copy.deepcopy(program), batches, model.loss, buffers)
+    trace = {} if known else train_program(copy.deepcopy(program), batches, model.loss, buffers)
     for step, (inputs, targets) in enumerate(batches):
         for kind, tensors in (("input", inputs), ("target", targets)):
             trace.update({f"{kind}.{step}.{name}": value for name, value in tensors.items()})
     save_file(trace, expected)
+    try:
+        row["back"] = compare_written(archive, expected, batches, command)
+    except Exception as error:  # a column of its own: the row stays
+        traceback.print_exc()
+        row["back"] = first_line(error)
+    if known:
+        return row
     row["verdicts"] = verdicts_of(archive, expected, model, command)
     try:
         row["eager"] = compare_eager(pristine, program, model, batches, trace)
-    except Exception as error:  # the eager model is a second column: its row stays
+    except Exception as error:  # the eager model is a column of its own: the row stays
         traceback.print_exc()
         row["eager"] = first_line(error)
     return row
@@ -196,11 +256,11 @@ def write_fixture(model, folder, fixtures):
               fixtures / f"{name}.safetensors")
 
 
-def run_in_child(model, folder, command):
+def run_in_child(model, folder, command, known):
     """Runs one in a process of its own: models leave state behind, and may end it."""
     def child(connection):
         try:
-            connection.send(run_model(model, folder, command))
+            connection.send(run_model(model, folder, command, known))
         except BaseException as error:
             traceback.print_exc()
             connection.send({"name": model.name, "package": model.package,
@@ -233,7 +293,7 @@ def summary(row):
     reasons = sorted({reason for _, reason in row["verdicts"].values() if reason})
     eager = "equal" if row["eager"] is None else row["eager"]
     return ", ".join(sorted(cells)) + "".join(f"\n    {reason}" for reason in reasons) + \
-        f"\n    eager: {eager}"
+        f"\n    eager: {eager}\n    back: {row['back'] or 'equal'}"
 
 
 def write_page(options):
@@ -254,18 +314,26 @@ def main():
     parser.add_argument("--only", nargs="*", help="models by name; none: writes the page only")
     parser.add_argument("--fixtures", type=pathlib.Path,
                         help="also writes archives there, with inputs, losses and values only")
+    parser.add_argument("--back", action="store_true",
+                        help="the way back alone, of models that have a row")
     parser.add_argument("--keep", action="store_true", help="archives and references, too")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    known = {model.name: model for model in models.MODELS}
-    unknown = set(options.only or []) - set(known)
+    by_name = {model.name: model for model in models.MODELS}
+    unknown = set(options.only or []) - set(by_name)
     if unknown:
-        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    chosen = models.MODELS if options.only is None else [known[name] for name in options.only]
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(by_name)}")
+    chosen = models.MODELS if options.only is None else [by_name[name] for name in options.only]
+    paths = {model.name: options.folder / f"{model.name}.json" for model in chosen}
+    without = [name for name, path in paths.items() if options.back and not path.exists()]
+    if without:
+        parser.error(f"no row of {', '.join(without)} in {options.folder}: leave out --back")
     for model in chosen:
         began = time.monotonic()
-        row = run_in_child(model, options.folder, [options.run])
-        (options.folder / f"{model.name}.json").write_text(json.dumps(row, indent=1))
+        path = paths[model.name]
+        known = json.loads(path.read_text()) if options.back else {}
+        row = run_in_child(model, options.folder, [options.run], known)
+        path.write_text(json.dumps(row, indent=1))
         if options.fixtures:
             write_fixture(model, options.folder, options.fixtures)
         if not options.keep:

@@ -7,6 +7,10 @@
 // Prints a line for each number of ranks and optimizer: both, a verdict and its reason, with tabs
 // between. The verdicts: equal, different, refused (an error of ours), failed (any other). Ends
 // with status 0 if all are equal, 1 if not, and 2 if it cannot compare.
+//
+//     zoo_run MODEL.pt2 MODEL.safetensors --write WRITTEN.pt2
+//
+// Loads the program and writes it again by smp::export_program, for a batch of any size.
 #include <torch/torch.h>
 
 #include <cstring>
@@ -17,9 +21,11 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "checkpoint/safetensors.h"
+#include "smp/export_program.h"
 #include "smp/optim.h"
 #include "smp/smp.h"
 
@@ -240,15 +246,38 @@ bool judge(int ranks, const std::string& optimizer, const std::function<std::str
   return verdict == "equal";
 }
 
+/// The written program takes one dictionary: the model's inputs by name.
+void write_again(const std::string& archive, const std::string& reference,
+                 const std::string& written) {
+  smp::ExportedModule model = smp::load_exported(archive);
+  const Tensors inputs = tensors_under(SafetensorsReader(reference), "input.0.");
+  const std::map<int64_t, smp::ExportDim> axes{{0, smp::ExportDim("batch").min(2).max(64)}};
+  smp::export_program(
+      written, *model,
+      [&](const Tensors& batch) {
+        return model->call({}, smp::ExportedModuleImpl::Named(batch.begin(), batch.end()));
+      },
+      std::make_tuple(inputs),
+      smp::ExportProgramOptions()
+          .argument_names({"inputs"})
+          .dynamic_shapes(smp::ExportProgramOptions::Shapes(inputs.size(), axes)));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::cerr << "usage: zoo_run MODEL.pt2 MODEL.safetensors own|cross_entropy|squares\n";
+  const bool writes = argc == 5 && std::string(argv[3]) == "--write";
+  if (argc != 4 && !writes) {
+    std::cerr << "usage: zoo_run MODEL.pt2 MODEL.safetensors own|cross_entropy|squares\n"
+                 "       zoo_run MODEL.pt2 MODEL.safetensors --write WRITTEN.pt2\n";
     return 2;
   }
   torch::set_num_threads(1);
   try {
+    if (writes) {
+      write_again(argv[1], argv[2], argv[4]);
+      return 0;
+    }
     const Case program(argv[1], argv[2], argv[3]);
     bool all_equal = true;
     for (int ranks : {1, 2, 4}) {

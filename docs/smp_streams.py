@@ -3,7 +3,8 @@
 
 In a step each random operator draws from a generator of its own, which is seeded by (seed, name of
 the step function, number of its call, global microbatch, ordinal of the operator): docs/capture.md,
-"Random numbers". `KeyedInterpreter` runs a program of torch.export in this way.
+"Random numbers". `KeyedInterpreter` runs `torch.export.load(...).module()` in this way, as
+docs/smp_train.py does. Needs torch and xxhash.
 """
 
 import contextlib
@@ -102,8 +103,3 @@ class KeyedInterpreter(torch.fx.Interpreter):
     def _runner(self, module):
         region = KeyedInterpreter(module, self.key, self.on_random, self.ordinals)
         return lambda *inputs: region.run(*inputs)
-
-
-def run(module, inputs, key, on_random=None):
-    """Calls `ep.module()` with arguments by name, in the order of the export."""
-    return KeyedInterpreter(module, key, on_random).run(*inputs.values())
