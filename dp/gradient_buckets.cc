@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -124,8 +125,10 @@ GradBucket GradientBuckets::grad_bucket(size_t bucket) const {
 /// The gradient of a parameter in this replica's part of its bucket. No view to autograd.
 at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
   const at::AutoDispatchBelowADInplaceOrView no_view;
-  const ParameterSlices::Piece& owned = slices_->pieces()[index];
-  return part.narrow(0, owned.offset, owned.numel());
+  const auto [offset, length] = slices_->range(index);
+  const int64_t first = offset - slices_->group()->rank() * length;
+  return part.slice(0, std::clamp<int64_t>(first, 0, length),
+                    std::clamp<int64_t>(first + parameters_[index].numel(), 0, length));
 }
 
 void GradientBuckets::accumulate(int shard, size_t index, at::Tensor gradient, bool first,

@@ -2,16 +2,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
-#include <functional>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/sharding.h"
 #include "dp/bucket_layout.h"
 
 namespace smp::dp {
@@ -33,17 +31,6 @@ class ParameterSlices {
  public:
   virtual ~ParameterSlices() = default;
 
-  /// The piece of a parameter that a replica owns, nothing for most.
-  struct Piece {
-    int64_t begin = 0;   ///< elements of the parameter in the order of its memory (where it is not
-    int64_t end = 0;     ///< dense: of its indices), up to `end`
-    int64_t offset = 0;  ///< offset of the first of them in the replica's part of the bucket
-    /// The virtual parameter; undefined where there is nothing, and for other replicas' pieces.
-    at::Tensor tensor;
-
-    int64_t numel() const { return end - begin; }
-  };
-
   /// `names` are for errors and checkpoints; `bucket_bytes` is the size of a bucket in bytes.
   ParameterSlices(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, int64_t bucket_bytes);
@@ -53,28 +40,22 @@ class ParameterSlices {
   const comm::CommunicatorPtr& group() const { return group_; }
   const BucketLayout& layout() const { return layout_; }
 
-  /// This replica's pieces, by parameter.
-  const std::vector<Piece>& pieces() const { return pieces_; }
-  /// The piece of a parameter that a replica owns, without the tensor.
-  Piece piece_of(size_t index, int replica) const;
-  /// The index of a parameter; none of another tensor.
-  std::optional<size_t> find(const at::Tensor& parameter) const;
+  /// This replica's pieces, by parameter; undefined where it owns nothing, which are most.
+  const std::vector<at::Tensor>& pieces() const { return pieces_; }
+  /// How the replicas divide a parameter, in the order of its memory (where it is not dense: of its
+  /// indices).
+  comm::Range range(size_t index) const;
+  /// The first element of a parameter that a replica owns, and the one behind the last.
+  std::pair<int64_t, int64_t> owned(size_t index, int replica) const {
+    return range(index).of(replica, parameters_[index].numel());
+  }
 
-  /// This replica's part of a flat tensor that is laid out as a bucket.
-  at::Tensor part(const at::Tensor& flat) const;
-  /// The elements of a piece from any tensor with the sizes of parameter `index`. Shares the memory
-  /// of the parameter itself, if that is dense.
-  at::Tensor elements(const at::Tensor& tensor, size_t index, const Piece& piece) const;
+  /// The elements of any tensor with the sizes of parameter `index` in the order of the parameter's
+  /// memory. Shares that of the parameter itself, if it is dense.
+  at::Tensor flat(const at::Tensor& tensor, size_t index) const;
   /// The parameter-shaped place of parameter `index` in a flat tensor that is laid out as its
   /// bucket.
   at::Tensor place(const at::Tensor& flat, size_t index) const;
-  /// A flat tensor laid out as a bucket, whose part of this replica holds `value(index)` (of one
-  /// dimension, or undefined) where its pieces are. The rest is undefined.
-  at::Tensor pack(size_t bucket, at::ScalarType dtype,
-                  const std::function<at::Tensor(size_t index)>& value) const;
-  /// Gathers the results of `pack` of all replicas on `root`; undefined elsewhere. Collective.
-  at::Tensor gather_bucket(size_t bucket, at::ScalarType dtype,
-                           const std::function<at::Tensor(size_t index)>& value, int root) const;
 
   /// Lets the pieces share the memory that the parameters have now: to be called before they are
   /// read or updated.
@@ -104,8 +85,7 @@ class ParameterSlices {
   std::vector<std::string> names_;
   comm::CommunicatorPtr group_;
   BucketLayout layout_;
-  ska::flat_hash_map<const c10::TensorImpl*, size_t> index_of_;
-  std::vector<Piece> pieces_;
+  std::vector<at::Tensor> pieces_;
   std::vector<at::Tensor> markers_;  // `.grad` of parameters that have a gradient
 };
 

@@ -50,7 +50,8 @@ ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters
 
 /// How much of a parameter's gradient a rank reduces.
 int64_t ShardedGradients::piece_numel(size_t index) const {
-  return (parameters_->length(index) + replication_group_->size() - 1) / replication_group_->size();
+  const int parts = replication_group_->size();
+  return (parameters_->range(index).length + parts - 1) / parts;
 }
 
 /// Zeros at first.
@@ -68,14 +69,14 @@ void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, 
   const at::Tensor& sums = this->sums(bucket);
   const int64_t most = piece_numel(index);
   const int degree = parameters_->group()->size();
-  const at::Tensor flat = parameters_->elements(gradient, index, {0, gradient.numel(), 0, {}});
+  const at::Tensor flat = parameters_->flat(gradient, index);
   for (int rank = 0; rank < replicas_->size(); ++rank) {
-    const auto owned = parameters_->piece_of(index, rank % degree);
-    const int64_t begin = std::min(owned.numel(), rank / degree * most);
-    const int64_t numel = std::min(owned.numel(), begin + most) - begin;
+    const auto [from, to] = parameters_->owned(index, rank % degree);
+    const int64_t begin = std::min(to, from + rank / degree * most);
+    const int64_t numel = std::min(to, begin + most) - begin;
     if (numel == 0) continue;
     const at::Tensor sum = sums[rank][shard].narrow(0, offset, numel);
-    const at::Tensor piece = flat.narrow(0, owned.begin + begin, numel);
+    const at::Tensor piece = flat.narrow(0, begin, numel);
     first ? updates.copy(sum, piece) : updates.add(sum, piece);
   }
 }

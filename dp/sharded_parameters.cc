@@ -52,12 +52,11 @@ size_t ShardedParameters::add(const at::Tensor& parameter, const std::string& na
   SMP_INTERNAL_ASSERT(is_divisible(parameter), "parameter \"", name, "\" cannot be divided");
   at::NoGradGuard no_grad;
   const int64_t length = part_length(parameter, group()->size());
-  const int64_t begin = std::min(parameter.numel(), group()->rank() * length);
-  const int64_t numel = std::min(parameter.numel(), begin + length) - begin;
+  const auto [begin, end] = comm::Range{0, length}.of(group()->rank(), parameter.numel());
   Entry entry;
   entry.padded = at::zeros({length}, plain(parameter));
-  entry.shard = entry.padded.narrow(0, 0, numel).detach();
-  entry.shard.copy_(memory_of(parameter.detach(), parameter.numel()).narrow(0, begin, numel));
+  entry.shard = entry.padded.narrow(0, 0, end - begin).detach();
+  entry.shard.copy_(memory_of(parameter.detach(), parameter.numel()).slice(0, begin, end));
   entry.shard.set_requires_grad(parameter.requires_grad());
   free_data(parameter);
   entries_.push_back(std::move(entry));
@@ -68,7 +67,7 @@ void ShardedParameters::gather(size_t index) {
   Entry& entry = entries_[index];
   SMP_INTERNAL_ASSERT(!entry.live, "parameter \"", name(index), "\" was gathered twice");
   at::NoGradGuard no_grad;
-  const int64_t padded = group()->size() * length(index);
+  const int64_t padded = group()->size() * range(index).length;
   const at::Tensor fresh = at::empty({padded}, plain(parameter(index)));
   const at::Tensor data = parameter(index).detach();
   graph::give_data(*data.storage().unsafeGetStorageImpl(), *fresh.storage().unsafeGetStorageImpl());
@@ -88,32 +87,6 @@ void ShardedParameters::release(size_t index) {
                       "\" is not there to be released");
   free_data(parameter(index));
   entry.live = false;
-}
-
-at::Tensor ShardedParameters::full(size_t index) const {
-  at::NoGradGuard no_grad;
-  const at::Tensor& padded = entries_[index].padded;
-  const at::Tensor all = at::empty({group()->size() * length(index)}, padded.options());
-  wait_for(group()->async().all_gather(as_real(all), as_real(padded)), name(index));
-  return place(all, index);
-}
-
-at::Tensor ShardedParameters::full_on(int root, size_t index) const {
-  at::NoGradGuard no_grad;
-  const at::Tensor& padded = entries_[index].padded;
-  at::Tensor all;
-  if (group()->rank() == root) {
-    all = at::empty({group()->size() * length(index)}, padded.options());
-  }
-  wait_for(group()->async().gather(all.defined() ? as_real(all) : all, as_real(padded), root),
-           name(index));
-  return all.defined() ? place(all, index) : all;
-}
-
-void ShardedParameters::load(size_t index, const at::Tensor& values) {
-  at::NoGradGuard no_grad;
-  const Piece& piece = pieces()[index];
-  if (piece.numel() > 0) piece.tensor.copy_(elements(values, index, piece));
 }
 
 void ShardedParameters::lend() {

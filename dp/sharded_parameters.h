@@ -40,8 +40,6 @@ class ShardedParameters final : public ParameterSlices {
   const std::string& name(size_t index) const { return names()[index]; }
   /// Elements of the parameter.
   int64_t numel(size_t index) const { return parameter(index).numel(); }
-  /// Elements that a shard takes, with padding: the parameter's shard r begins at r times this.
-  int64_t length(size_t index) const { return entries_[index].padded.numel(); }
   /// This rank's shard: one-dimensional, without padding, perhaps empty; a leaf that requires a
   /// gradient where the parameter does.
   const at::Tensor& shard(size_t index) const { return entries_[index].shard; }
@@ -54,13 +52,6 @@ class ShardedParameters final : public ParameterSlices {
   bool is_live(size_t index) const { return entries_[index].live; }
   /// Frees the data; they must be there.
   void release(size_t index);
-
-  /// A copy of the values with the parameter's sizes and strides. Collective.
-  at::Tensor full(size_t index) const;
-  /// The same on rank `root`, undefined on the others.
-  at::Tensor full_on(int root, size_t index) const;
-  /// Gives this rank's shard its part of the values of a whole parameter.
-  void load(size_t index, const at::Tensor& values);
 
   /// Shards have memory of their own.
   void bind() override {}

@@ -1,23 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/nn/parameter_split.h"
 
-#include <ATen/ops/cat.h>
 #include <c10/util/StringUtil.h>
 
+#include <utility>
+
 #include "core/check.h"
+#include "nn/parameter_sharding.h"
 
 namespace smp::nn {
-namespace {
 
-/// A tensor with dimension `dim` seen as blocks.
-at::Tensor in_blocks(const at::Tensor& tensor, int64_t dim, int64_t blocks) {
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes[dim] /= blocks;
-  sizes.insert(sizes.begin() + dim, blocks);
-  return tensor.reshape(sizes);
+comm::Sharding sharding_of(const ParameterSplit& split, comm::Axis over) {
+  const std::vector<int64_t> extents(split.blocks, split.sizes[split.dim] / split.blocks);
+  return {split.sizes, {}, {{std::move(over), comm::Blocks{split.dim, extents}}}};
 }
 
-}  // namespace
+ParameterSplit split_of(const comm::Sharding& sharding) {
+  const auto& [over, how] = sharding.cuts.front();
+  const auto& blocks = std::get<comm::Blocks>(how);
+  return {sharding.sizes, blocks.dim, static_cast<int64_t>(blocks.extents.size()), over.size};
+}
 
 void ParameterSplit::check() const {
   const bool exists = dim >= 0 && dim < static_cast<int64_t>(sizes.size());
@@ -38,19 +40,11 @@ at::Tensor ParameterSplit::part(const at::Tensor& whole, int rank) const {
   check();
   SMP_INTERNAL_ASSERT(whole.sizes() == at::IntArrayRef(sizes), "a part of ", whole.sizes(),
                       " as of ", to_string());
-  const int64_t size = sizes[dim] / blocks / ranks;
-  return in_blocks(whole, dim, blocks)
-      .narrow(dim + 1, rank * size, size)
-      .reshape(local_sizes())
-      .clone(at::MemoryFormat::Contiguous);
+  return sharding_of(*this, {1, ranks}).cut(whole, rank);
 }
 
 at::Tensor ParameterSplit::join(const std::vector<at::Tensor>& parts) const {
-  SMP_INTERNAL_ASSERT(static_cast<int>(parts.size()) == ranks, parts.size(), " parts of ",
-                      to_string());
-  std::vector<at::Tensor> blocked;
-  for (const at::Tensor& part : parts) blocked.push_back(in_blocks(part, dim, blocks));
-  return at::cat(blocked, dim + 1).reshape(sizes);
+  return sharding_of(*this, {1, ranks}).join(parts);
 }
 
 std::string ParameterSplit::to_string() const {

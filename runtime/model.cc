@@ -114,15 +114,12 @@ Model::TensorDict Model::local_named_parameters() const { return local(named_par
 Model::TensorDict Model::local_named_buffers() const { return local(named_buffers()); }
 Model::TensorDict Model::virtual_named_parameters() {
   take_back_wholes(*runtime_);
-  const std::shared_ptr<dp::ParameterSlices> slices =
-      runtime_->sharding() ? runtime_->sharding()->parameters() : this->slices();
-  if (slices) slices->bind();
+  for (const auto& slices : slices_of(*runtime_)) slices->bind();
   TensorDict result;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& item : local_named_parameters()) {
     if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    const auto index = slices ? slices->find(item.value()) : std::nullopt;
-    const at::Tensor& tensor = index ? slices->pieces()[*index].tensor : item.value();
+    const at::Tensor& tensor = runtime_->table().at(item.value()).updated();
     if (tensor.defined()) result.insert(item.key(), tensor);
   }
   return result;
@@ -158,7 +155,7 @@ std::shared_ptr<dp::ParameterSlices> Model::slices() {
   for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().at(tensor).name);
   slices_ = std::make_shared<dp::ParameterSlices>(std::move(trained), std::move(names),
                                                   runtime_->replicas(), bucket_bytes());
-  runtime_->table().set_slices(slices_, /*are_shards=*/false);
+  runtime_->table().set_slices(slices_, runtime_->axis(CommGroup::kRdp), /*are_shards=*/false);
   return slices_;
 }
 
@@ -353,11 +350,11 @@ void Model::begin_outside_step(const char* call) const {
 void Model::zero_grad() {
   begin_outside_step("zero_grad");
   module_->zero_grad();
-  const std::shared_ptr<dp::ParameterSlices> slices =
-      runtime_->sharding() ? runtime_->sharding()->parameters() : slices_;
-  if (slices == nullptr) return;
-  // Those of the pieces go with them.
-  for (size_t i = 0; i < slices->parameters().size(); ++i) slices->has_gradient(i);
+  for (const at::Tensor& parameter : parameters()) {
+    const auto* entry = runtime_->table().find(parameter);
+    // Drops the piece's with it.
+    if (entry != nullptr && entry->slice) entry->slice->has_gradient();
+  }
 }
 
 void Model::cpu() {
@@ -420,7 +417,7 @@ void Model::check_same_inputs(const std::vector<at::Tensor>& inputs) const {
 
 bool Model::is_distributed_parameter(const at::Tensor& parameter) const {
   const auto* entry = runtime_->table().find(parameter);
-  return entry != nullptr && entry->split.has_value();
+  return entry != nullptr && entry->is_divided();
 }
 
 Model::TensorDict Model::parameters_that_are(bool distributed) const {

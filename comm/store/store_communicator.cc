@@ -158,7 +158,8 @@ c10::intrusive_ptr<c10d::Store> serve_store(milliseconds timeout, int& port) {
   options.waitWorkers = false;
   options.timeout = timeout;
   try {
-    auto store = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+    // The name localhost is not in the /etc/hosts of every host.
+    auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
     port = store->getPort();
     return store;
   } catch (const c10::Error& error) {

@@ -13,20 +13,26 @@
 #include "core/log.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
+#include "nn/parameter_sharding.h"
 #include "nn/rewrite/attention_form.h"
 #include "nn/rewrite/residual_sums.h"
-#include "runtime/parameters/join_parts.h"
 #include "runtime/parameters/storage.h"
+#include "runtime/parameters/whole.h"
 
 namespace smp::runtime {
 namespace {
 
-/// Gives a tensor other sizes, without a look at its memory.
-void set_sizes(const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
+/// Gives a tensor other sizes, without a look at its memory: contiguous, or with those strides.
+void set_sizes(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
+               const std::vector<int64_t>& strides = {}) {
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const bool allowed = impl.allow_tensor_metadata_change();
   impl.set_allow_tensor_metadata_change(true);
-  impl.set_sizes_contiguous(sizes);
+  if (strides.empty()) {
+    impl.set_sizes_contiguous(sizes);
+  } else {
+    impl.set_sizes_and_strides(sizes, strides);
+  }
   impl.set_allow_tensor_metadata_change(allowed);
 }
 
@@ -68,11 +74,11 @@ class Divider {
     options_.estimate = true;  // runs that divided differently would add in another order
     options_.streams = runtime.config().optimize() == "memory";
     for (const auto* entry : runtime.table().divided()) {
-      if (entry->captured_whole) options_.fixed.emplace(entry->name, *entry->split);
+      if (entry->captured_whole) options_.fixed.emplace(entry->name, nn::split_of(entry->sharding));
     }
     for (const auto& entry : runtime.table().entries()) {
       const auto mark = entry.tensor_parallelism_mark();
-      const bool by_module = entry.split && !entry.captured_whole;
+      const bool by_module = entry.is_divided() && !entry.captured_whole;
       if (!mark || !mark->enabled || !entry.is_parameter() || by_module) continue;
       if (mark->options.changes_operators()) options_.options_of[entry.name] = mark->options;
     }
@@ -115,7 +121,7 @@ class Divider {
                      !runtime_.table().any_divided();
     for (const auto& entry : entries) {
       const auto mark = entry.tensor_parallelism_mark();
-      const bool may = (mark ? mark->enabled : all) && !entry.split;
+      const bool may = (mark ? mark->enabled : all) && !entry.is_divided();
       if (!may || !entry.is_parameter()) continue;
       const bool keeps_table =
           mark && !mark->options.distribute_embedding() && is_table(entry.name);
@@ -228,7 +234,8 @@ class Divider {
     std::string& text = runtime_.first_step.tensor_parallelism_report;
     text = c10::str("Tensor parallelism among ", options_.ranks, " ranks.\n");
     for (const auto* entry : runtime_.table().divided()) {
-      text += c10::str("  ", entry->name, ": ", entry->split->to_string(), ", by its module\n");
+      text += c10::str("  ", entry->name, ": ", nn::split_of(entry->sharding).to_string(),
+                       ", by its module\n");
     }
     if (obstacle.empty()) {
       text += nn::rewrite::report(divided);
@@ -251,7 +258,8 @@ class Divider {
     for (const auto& decision : divided.decisions) known.insert(decision.name);
     std::string text;
     for (const auto& entry : runtime_.table().entries()) {
-      const bool is_other = entry.is_parameter() && known.count(entry.name) == 0 && !entry.split;
+      const bool is_other =
+          entry.is_parameter() && known.count(entry.name) == 0 && !entry.is_divided();
       if (!is_other || known.empty()) continue;
       text += c10::str("  ", entry.name, ": whole: no operator of the first step uses it\n");
     }
@@ -317,7 +325,7 @@ void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
   at::NoGradGuard no_grad;
   at::Tensor waiting = keep_part(entry, split, runtime.rank_in(CommGroup::kTp));
   if (entry.waiting.defined()) runtime.table().set_waiting(entry.name, std::move(waiting));
-  runtime.table().divide(entry.name, split, /*captured_whole=*/true);
+  runtime.table().divide(entry.name, split, runtime.axis(CommGroup::kTp), /*captured_whole=*/true);
 }
 
 LentWholes::LentWholes(Runtime& runtime) {
@@ -325,11 +333,11 @@ LentWholes::LentWholes(Runtime& runtime) {
   runtime.rank_alone();
   for (const auto& entry : runtime.table().entries()) {
     const at::Tensor& tensor = entry.tensor;
-    if (!entry.split || !has_data(tensor)) continue;
-    const at::Tensor whole =
-        join_on_all(*runtime.group(CommGroup::kTp), *entry.split, tensor).contiguous();
-    lent_.push_back({&entry, set_aside(tensor), tensor.grad()});
-    set_sizes(tensor, entry.split->sizes);
+    if (!entry.is_divided() || !has_data(tensor)) continue;
+    const at::Tensor whole = join(runtime, CommGroup::kTp, entry, tensor);
+    lent_.push_back(
+        {tensor, tensor.sizes().vec(), tensor.strides().vec(), set_aside(tensor), tensor.grad()});
+    set_sizes(tensor, entry.sharding.sizes);
     graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
                      *whole.storage().unsafeGetStorageImpl());
     tensor.mutable_grad().reset();
@@ -339,9 +347,9 @@ LentWholes::LentWholes(Runtime& runtime) {
 
 void LentWholes::take_back() {
   for (const Lent& lent : std::exchange(lent_, {})) {
-    const at::Tensor& tensor = lent.entry->tensor;
+    const at::Tensor& tensor = lent.tensor;
     tensor.mutable_grad().reset();
-    set_sizes(tensor, lent.entry->split->local_sizes());
+    set_sizes(tensor, lent.sizes, lent.strides);
     graph::give_data(*tensor.storage().unsafeGetStorageImpl(), *lent.part);
     tensor.mutable_grad() = lent.gradient;
     forget_grad_accumulator(tensor);
@@ -360,16 +368,16 @@ WholeShapes::WholeShapes(const ParameterTable& table) {
       data = set_aside(entry.tensor);
       hide_data(*entry.tensor.storage().unsafeGetStorageImpl());
     }
-    set_sizes(entry.tensor, entry.split->sizes);
-    shown_.push_back({&entry, std::move(data)});
+    shown_.push_back({entry.tensor, entry.tensor.sizes().vec(), std::move(data)});
+    set_sizes(entry.tensor, entry.sharding.sizes);
   }
 }
 
 WholeShapes::~WholeShapes() {
   for (const Shown& shown : shown_) {
-    set_sizes(shown.entry->tensor, shown.entry->split->local_sizes());
+    set_sizes(shown.tensor, shown.sizes);
     if (shown.data == nullptr) continue;
-    graph::give_data(*shown.entry->tensor.storage().unsafeGetStorageImpl(), *shown.data);
+    graph::give_data(*shown.tensor.storage().unsafeGetStorageImpl(), *shown.data);
   }
 }
 

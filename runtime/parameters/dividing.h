@@ -47,7 +47,8 @@ class LentWholes {
 
  private:
   struct Lent {
-    const ParameterTable::Entry* entry;
+    at::Tensor tensor;
+    std::vector<int64_t> sizes, strides;  // those of the part
     c10::intrusive_ptr<c10::StorageImpl> part;
     at::Tensor gradient;
   };
@@ -69,7 +70,8 @@ class WholeShapes {
 
  private:
   struct Shown {
-    const ParameterTable::Entry* entry;
+    at::Tensor tensor;
+    std::vector<int64_t> sizes;
     c10::intrusive_ptr<c10::StorageImpl> data;  // null where this rank has none
   };
   std::vector<Shown> shown_;

@@ -6,13 +6,12 @@
 
 #include "core/check.h"
 #include "dp/parameter_slices.h"
+#include "nn/parameter_sharding.h"
 #include "runtime/parameters/scope_notes.h"
 
 namespace smp::runtime {
 
-const at::Tensor& ParameterTable::Slice::piece() const { return slices->pieces()[index].tensor; }
-
-bool ParameterTable::Slice::has_piece() const { return slices->pieces()[index].numel() > 0; }
+const at::Tensor& ParameterTable::Slice::piece() const { return slices->pieces()[index]; }
 
 bool ParameterTable::Slice::has_gradient() const { return slices->has_gradient(index); }
 
@@ -23,7 +22,20 @@ std::optional<TensorParallelismMark> ParameterTable::Entry::tensor_parallelism_m
 }
 
 std::vector<int64_t> ParameterTable::Entry::whole_sizes() const {
-  return split ? split->sizes : tensor.sizes().vec();
+  return is_divided() ? sharding.sizes : tensor.sizes().vec();
+}
+
+comm::Sharding ParameterTable::Entry::part() const {
+  comm::Sharding part = sharding;
+  if (slice) part.cuts.pop_back();
+  return part;
+}
+
+std::string ParameterTable::Entry::name_on(int rank) const {
+  if (!slice) return name;
+  const auto& [over, how] = sharding.cuts.back();
+  const auto [begin, end] = std::get<comm::Range>(how).of(over.index_of(rank), tensor.numel());
+  return begin == end ? "" : c10::str(name, "[", begin, ":", end, "]");
 }
 
 std::optional<size_t> ParameterTable::Entry::shard() const {
@@ -49,12 +61,13 @@ void ParameterTable::add(graph::ValueKind kind, const std::string& name, const a
 }
 
 void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& split,
-                            bool captured_whole) {
+                            comm::Axis over, bool captured_whole) {
   Entry& entry = entry_of(name);
-  if (entry.split) {
-    SMP_CHECK_WITH(UsageError, *entry.split == split, "parameter \"", name, "\" is tied to \"",
+  if (entry.is_divided()) {
+    const nn::ParameterSplit other = nn::split_of(entry.sharding);
+    SMP_CHECK_WITH(UsageError, other == split, "parameter \"", name, "\" is tied to \"",
                    entry.name, "\" and divided in another way: ", split.to_string(), " against ",
-                   entry.split->to_string(),
+                   other.to_string(),
                    ". Modules that share a parameter must divide it alike; give them two "
                    "parameters, or set tensor_parallel_degree to 1");
     return;
@@ -64,7 +77,7 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
                  " is said to be a part of ", split.to_string(), ", which would have shape ",
                  at::IntArrayRef(split.local_sizes()),
                  ". split_parameters() must tell how the module made it");
-  entry.split = split;
+  entry.sharding = nn::sharding_of(split, std::move(over));
   entry.captured_whole = captured_whole;
 }
 
@@ -82,9 +95,12 @@ void ParameterTable::set_owner(const std::string& name, int rank, std::string re
 }
 
 void ParameterTable::set_slices(const std::shared_ptr<dp::ParameterSlices>& slices,
-                                bool are_shards) {
+                                const comm::Axis& over, bool are_shards) {
   for (size_t i = 0; i < slices->names().size(); ++i) {
-    entry_of(slices->names()[i]).slice = Slice{slices, i, are_shards};
+    Entry& entry = entry_of(slices->names()[i]);
+    entry.sharding = {entry.whole_sizes(), comm::memory_order(entry.tensor), entry.part().cuts};
+    entry.sharding.cuts.push_back({over, slices->range(i)});
+    entry.slice = Slice{slices, i, are_shards};
   }
 }
 
@@ -110,14 +126,9 @@ const ParameterTable::Entry& ParameterTable::at(const std::string& name) const {
 std::vector<const ParameterTable::Entry*> ParameterTable::divided() const {
   std::vector<const Entry*> result;
   for (const Entry& entry : entries_) {
-    if (entry.split) result.push_back(&entry);
+    if (entry.is_divided()) result.push_back(&entry);
   }
   return result;
-}
-
-bool ParameterTable::any_divided() const {
-  return std::any_of(entries_.begin(), entries_.end(),
-                     [](const Entry& entry) { return entry.split.has_value(); });
 }
 
 }  // namespace smp::runtime

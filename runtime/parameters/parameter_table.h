@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "comm/sharding.h"
 #include "graph/tensor_table.h"
 #include "runtime/parameters/scope_notes.h"
+#include "smp/comm_group.h"
 #include "smp/nn/parameter_split.h"
 
 namespace smp::dp {
@@ -36,14 +38,18 @@ class ParameterTable {
 
     /// This replica's piece; undefined where it has none.
     const at::Tensor& piece() const;
-    bool has_piece() const;
     bool has_gradient() const;
   };
 
   /// An entry is written by the calls of the table, whose comments say when.
   struct Entry : graph::TensorTable::Entry {
     explicit Entry(graph::TensorTable::Entry registered)
-        : graph::TensorTable::Entry(std::move(registered)) {}
+        : graph::TensorTable::Entry(std::move(registered)),
+          sharding{tensor.sizes().vec(), {}, {}} {}
+
+    /// How that which this rank updates of it lies on ranks. Ranks of a tensor-parallel group have
+    /// parts, of which `tensor` is this rank's; replicas have ranges of their part.
+    comm::Sharding sharding;
 
     /// Its values in host memory, while `tensor` is shown on this rank's device without data
     /// (placement.h); undefined otherwise.
@@ -51,12 +57,10 @@ class ParameterTable {
     /// The rank of the pipeline that owns it; none before partitioning, when all have it.
     std::optional<int> owner;
     std::string owner_reason;  ///< for people
-    /// How the ranks of a tensor-parallel group divide it; `tensor` is this rank's part.
-    std::optional<nn::ParameterSplit> split;
     /// The user's code was captured on the whole, and is shown the whole's sizes when it is
     /// captured or guarded again.
     bool captured_whole = false;
-    /// How replicas divide it.
+    /// The memory of its ranges, where replicas divide it.
     std::optional<Slice> slice;
     /// A buffer that some graph writes.
     bool is_written = false;
@@ -64,6 +68,14 @@ class ParameterTable {
     /// The tensor that has its values, or has yet to be given them.
     const at::Tensor& values() const { return waiting.defined() ? waiting : tensor; }
     bool is_parameter() const { return kind == graph::ValueKind::kParameter; }
+    /// Whether the ranks of a tensor-parallel group divide it.
+    bool is_divided() const { return sharding.cuts.size() > (slice ? 1U : 0U); }
+    /// How `tensor` lies on the ranks of a tensor-parallel group.
+    comm::Sharding part() const;
+    /// The tensor that this rank updates: it or its piece, undefined where it has none.
+    const at::Tensor& updated() const { return slice ? slice->piece() : tensor; }
+    /// The name of that, such as "fc.weight[0:64]" of a piece; empty where it has none.
+    std::string name_on(int rank) const;
     /// The partition that the program pinned it to.
     std::optional<int> pin() const;
     /// The program's setting for dividing it among a tensor-parallel group.
@@ -81,14 +93,16 @@ class ParameterTable {
   void add(graph::ValueKind kind, const std::string& name, const at::Tensor& tensor);
   /// A parameter that holds its part already: by its module, or by the first step that divides it.
   /// Throws `UsageError` where it is no part of `split`, or is divided in another way already.
-  void divide(const std::string& name, const nn::ParameterSplit& split, bool captured_whole);
+  void divide(const std::string& name, const nn::ParameterSplit& split, comm::Axis over,
+              bool captured_whole);
   /// In the first step: `values` as `Entry::waiting`, for a tensor that has been given another
   /// storage.
   void set_waiting(const std::string& name, at::Tensor values);
   /// In the first step.
   void set_owner(const std::string& name, int rank, std::string reason);
-  /// When replicas have divided parameters; `are_shards` as in `Slice`.
-  void set_slices(const std::shared_ptr<dp::ParameterSlices>& slices, bool are_shards);
+  /// When the replicas along an axis have divided parameters; `are_shards` as in `Slice`.
+  void set_slices(const std::shared_ptr<dp::ParameterSlices>& slices, const comm::Axis& over,
+                  bool are_shards);
   /// When a graph is found to write a buffer.
   void set_written(const std::string& name);
 
@@ -103,7 +117,7 @@ class ParameterTable {
   const std::vector<Entry>& entries() const { return entries_; }
   /// Those that a tensor-parallel group divides.
   std::vector<const Entry*> divided() const;
-  bool any_divided() const;
+  bool any_divided() const { return !divided().empty(); }
 
   /// The table that captures need: kinds, names and tensors.
   const graph::TensorTable& tensors() const { return tensors_; }

@@ -159,7 +159,8 @@ Sharding::Sharding(Runtime& runtime,
                          !entry.shares_storage_in(runtime.table());
     if (divides) parameters_->add(entry.tensor, entry.name);
   }
-  runtime.table().set_slices(parameters_, /*are_shards=*/true);
+  runtime.table().set_slices(parameters_, runtime.axis(CommGroup::kRdp, degree),
+                             /*are_shards=*/true);
   window_ = std::make_shared<dp::ParameterWindow>(parameters_, config.sdp_max_live_parameters());
 }
 

@@ -5,15 +5,19 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <vector>
 
+#include "dp/parameter_slices.h"
 #include "runtime/runtime.h"
 
-// Tensors of a model that ranks have together. A whole is divided in up to two ways, one inside the
-// other: the ranks of a tensor-parallel group have parts of it (`Entry::split`), and replicas
-// pieces of their part (`Entry::slice`), of its values or only of the state kept for updates.
-// Internal.
+// Tensors of a model that ranks have together, as `Entry::sharding` says: of the values, or with
+// `shard_optimizer_state` only of the state for updates. Internal.
 namespace smp::runtime {
+
+/// How parameters are divided among replicas, of all models that have some.
+std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime);
 
 /// A copy of the values of a parameter or buffer, in host memory, on all ranks. Collective over the
 /// pipeline, and over the ranks that have the tensor together.
@@ -29,21 +33,28 @@ at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& e
 at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
                         int replica = 0);
 
+/// Puts a tensor together from the parts of the ranks of the groups `over`, kTp or kRdp. A part
+/// lies as `entry` down to their cut. The result is on the rank at position `root` of their group,
+/// or on all. Collective over it.
+at::Tensor join(const Runtime& runtime, CommGroup over, const ParameterTable::Entry& entry,
+                const at::Tensor& own, std::optional<int> root = std::nullopt);
+
 /// A tensor that lies on the ranks as a parameter does where it is updated: its gradient, a state.
 struct Held {
   const ParameterTable::Entry* entry;
-  /// The part of this rank: a piece's elements, or in the sizes of `entry->tensor`; undefined where
-  /// it has nothing.
-  at::Tensor own;
+  at::Tensor own;        ///< undefined where this rank has nothing
   at::ScalarType dtype;  ///< dtype of `own`, known to all ranks
-  bool exists;           ///< some rank has something; the same on all that have pieces of it
+  bool exists;           ///< some rank has something; the same on all that have some of it
 };
+using UseOfHeld = std::function<void(size_t index, const at::Tensor& tensor)>;
 
-/// Puts each of `held` together and calls `use(index, whole)` on one of the ranks that have it
-/// together, bucket by bucket, so that none needs the memory for all. An undivided tensor is used
-/// by all ranks that have it. Collective over the ranks that have some of it together, which give
-/// the same list.
-void for_each_whole(const Runtime& runtime, const std::vector<Held>& held,
-                    const std::function<void(size_t index, const at::Tensor& whole)>& use);
+/// Puts each of `held` together over kTp, from parts, or over kRdp and calls `use` on one of the
+/// ranks that have it together, bucket by bucket, so that none needs the memory for all. A tensor
+/// that they do not divide is used by all that have it. Collective over the ranks that have some of
+/// it together, which give the same list.
+void for_each_joined(const Runtime& runtime, CommGroup over, const std::vector<Held>& held,
+                     const UseOfHeld& use);
+/// The same over both: `use` gets wholes.
+void for_each_whole(const Runtime& runtime, const std::vector<Held>& held, const UseOfHeld& use);
 
 }  // namespace smp::runtime

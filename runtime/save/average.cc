@@ -16,10 +16,11 @@
 #include "core/text.h"
 #include "dp/replica_state.h"
 #include "runtime/parameters/dividing.h"
+#include "runtime/parameters/whole.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/saving.h"
+#include "runtime/update/divided_states.h"
 #include "runtime/update/master_weights.h"
-#include "runtime/update/state_pieces.h"
 
 namespace smp::runtime {
 namespace {
@@ -31,22 +32,6 @@ Slices bound_slices(const Runtime& runtime) {
   Slices all = slices_of(runtime);
   for (const auto& slices : all) slices->bind();
   return all;
-}
-
-/// The part of a parameter that this rank updates; undefined where it has none.
-at::Tensor target_of(const ParameterTable::Entry& entry) {
-  if (!entry.slice) return entry.tensor;
-  return entry.slice->has_piece() ? entry.slice->piece() : at::Tensor();
-}
-
-/// This rank's part of other values of a whole parameter.
-at::Tensor own_of(const Runtime& runtime, const ParameterTable::Entry& entry,
-                  const at::Tensor& whole) {
-  const at::Tensor part =
-      entry.split ? entry.split->part(whole, runtime.rank_in(CommGroup::kTp)) : whole;
-  if (!entry.slice) return part;
-  const dp::ParameterSlices& slices = *entry.slice->slices;
-  return slices.elements(part, entry.slice->index, slices.pieces()[entry.slice->index]);
 }
 
 /// A tensor with the strides of `target` for an average of it, which has the values of `source`.
@@ -131,7 +116,7 @@ void Average::update() {
   bound_slices(*runtime_);
   std::vector<at::Tensor> averages, sources;
   for (const Entry* entry : averaged()) {
-    const at::Tensor target = target_of(*entry);
+    const at::Tensor target = entry->updated();
     if (!target.defined()) continue;
     const at::Tensor source = (optimizer_ ? optimizer_->updated(entry->tensor) : target).detach();
     at::Tensor& average = averages_[entry->name];
@@ -171,7 +156,7 @@ void Average::give_to_parameters() {
       flags.resize(entry->slice->slices->parameters().size());
       flags[entry->slice->index] = true;
     }
-    const at::Tensor target = target_of(*entry);
+    const at::Tensor target = entry->updated();
     // The whole where replicas have it, so that to give it back no rank needs another.
     const at::Tensor own = entry->shard() ? target : entry->tensor;
     if (own.defined()) own_.emplace_back(own, own.detach().clone());
@@ -205,23 +190,19 @@ OptimizerState Average::local_state() {
   if (updates_ == 0) return {};
   const at::NoGradGuard no_grad;
   take_loaded();
-  OptimizerState whole;
+  OptimizerState state;
   if (loaded_) {
     for (const Entry* entry : averaged()) {
       const at::Tensor tensor = loaded_(entry->name);
-      if (tensor.defined()) whole.params[entry->name] = param_of(entry->whole_sizes(), tensor);
+      if (tensor.defined()) state.params[entry->name] = param_of(entry->whole_sizes(), tensor);
     }
-    return whole;
+    return state;
   }
-  OptimizerState pieces;
   for (const auto& [name, average] : averages_) {
-    const auto param = param_of(average.sizes().vec(), average);
-    (runtime_->table().at(name).slice ? pieces : whole).params[name] = param;
+    state.params[name] = param_of(average.sizes().vec(), average);
   }
-  const Slices all = slices_of(*runtime_);
-  if (!all.empty() && runtime_->replicas()->rank() > 0) whole.params.clear();
-  for (const auto& slices : all) join_states(*slices, pieces, whole);
-  return whole;
+  join_states(*runtime_, CommGroup::kRdp, state);
+  return state;
 }
 
 void Average::load(int64_t updates, Read read) {
@@ -245,11 +226,11 @@ void Average::take_loaded() {
   slices_of(*runtime_);  // which divides the parameters, if nothing has
   std::map<std::string, at::Tensor> averages;
   for (const Entry* entry : averaged()) {
-    const at::Tensor target = target_of(*entry);
+    const at::Tensor target = entry->updated();
     if (!target.defined()) continue;
     const at::Tensor values = loaded_(entry->name);
     if (!values.defined()) continue;
-    averages[entry->name] = begun(target, own_of(*runtime_, *entry, values));
+    averages[entry->name] = begun(target, entry->sharding.cut(values, runtime_->rank()));
   }
   averages_ = std::move(averages);
   loaded_ = nullptr;

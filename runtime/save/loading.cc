@@ -38,6 +38,16 @@ using checkpoint::kMasterField;
 using checkpoint::Reader;
 using Wanted = std::function<bool(const std::string&)>;
 
+/// The tensors that files are expected to hold for `tensors`: wholes where they are divided.
+std::vector<ExpectedTensor> expectations(const Runtime& runtime,
+                                         const std::vector<checkpoint::NamedTensor>& tensors) {
+  auto expected = checkpoint::expectations(tensors);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    expected[i].spec.shape = runtime.table().at(tensors[i].tensor).whole_sizes();
+  }
+  return expected;
+}
+
 /// The tensors that a checkpoint is expected to hold of the parameters of models.
 std::vector<ExpectedTensor> expected_parameters(const Runtime& runtime,
                                                 const std::vector<Model*>& models) {
@@ -46,9 +56,7 @@ std::vector<ExpectedTensor> expected_parameters(const Runtime& runtime,
     return !runtime.table().at(tensor.tensor).is_parameter();
   };
   tensors.erase(std::remove_if(tensors.begin(), tensors.end(), is_buffer), tensors.end());
-  auto expected = checkpoint::expectations(tensors);
-  expect_whole(runtime, tensors, expected);
-  return expected;
+  return expectations(runtime, tensors);
 }
 
 /// A checkpoint that is being loaded into models.
@@ -57,8 +65,7 @@ class Load {
   Load(Runtime& runtime, std::string path, const CheckpointParts& parts, const LoadOptions& options)
       : runtime_(runtime), path_(std::move(path)), parts_(parts), options_(options) {
     tensors_ = tensors_of(runtime, parts.models());
-    expected_ = checkpoint::expectations(tensors_);
-    expect_whole(runtime, tensors_, expected_);
+    expected_ = expectations(runtime, tensors_);
     averages_ = averages_of(runtime, parts.models());
     for (const auto& entry : runtime.table().entries()) {
       if (entry.is_parameter()) parameters_.insert(entry.name);
@@ -355,13 +362,6 @@ class Load {
 
 }  // namespace
 
-void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTensor>& tensors,
-                  std::vector<ExpectedTensor>& expected) {
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    expected[i].spec.shape = runtime.table().at(tensors[i].tensor).whole_sizes();
-  }
-}
-
 std::vector<ExpectedTensor> expected_by(const Runtime& runtime, const Model& model,
                                         std::vector<checkpoint::NamedTensor> tensors) {
   const size_t prefix = model.full_name("").size();
@@ -369,24 +369,18 @@ std::vector<ExpectedTensor> expected_by(const Runtime& runtime, const Model& mod
     tensor.name.erase(0, prefix);
     for (std::string& alias : tensor.aliases) alias.erase(0, prefix);
   }
-  auto expected = checkpoint::expectations(tensors);
-  expect_whole(runtime, tensors, expected);
-  return expected;
+  return expectations(runtime, tensors);
 }
 
 void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::Tensor()> read) {
   const auto& entry = runtime.table().at(tensor);
-  if (entry.split) {
-    read = [split = *entry.split, rank = runtime.rank_in(CommGroup::kTp), whole = std::move(read)] {
-      return split.part(whole(), rank);
-    };
-  }
+  const auto own = [sharding = entry.shard() ? entry.sharding : entry.part(), rank = runtime.rank(),
+                    whole = std::move(read)] { return sharding.cut(whole(), rank); };
+  const at::Tensor& target = entry.shard() ? entry.updated() : tensor;
   if (const auto recording = graph::recording_of(tensor).first) {
-    recording->set_source(tensor, std::move(read));
-  } else if (const auto index = entry.shard()) {
-    runtime.sharding()->parameters()->load(*index, read());
-  } else if (has_data(tensor)) {
-    tensor.detach().copy_(read());
+    recording->set_source(tensor, own);
+  } else if (target.defined() && has_data(target)) {
+    target.detach().copy_(own());
   }
 }
 

@@ -14,11 +14,6 @@
 
 namespace smp::runtime {
 
-/// Gives the expectations of a checkpoint for `tensors` (`checkpoint::expectations`) the sizes of
-/// the whole where parameters are divided. Internal.
-void expect_whole(const Runtime& runtime, const std::vector<checkpoint::NamedTensor>& tensors,
-                  std::vector<checkpoint::ExpectedTensor>& expected);
-
 /// The tensors that another program's files are expected to hold for a model's tensors, or that the
 /// latter become for them: by the names that the module itself gives them, with the sizes of the
 /// whole. Internal.

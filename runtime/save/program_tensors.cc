@@ -99,9 +99,7 @@ void ProgramTensors::take_loaded() {
   for (const auto& [entry, tensor] : stored_in(reader->index())) {
     if (!runtime_.owns(*entry)) continue;
     const at::Tensor whole = reader->read_optimizer(tensor);
-    tensors.insert(
-        entry->name.substr(prefix),
-        entry->split ? entry->split->part(whole, runtime_.rank_in(CommGroup::kTp)) : whole);
+    tensors.insert(entry->name.substr(prefix), entry->part().cut(whole, runtime_.rank()));
   }
   load_(tensors);
 }

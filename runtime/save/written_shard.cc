@@ -22,7 +22,7 @@ using checkpoint::NamedTensor;
 void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& state,
                  checkpoint::Shard& shard) {
   turns.keep_mine(state);
-  join_states_of_parts(runtime, state, JoinOn::kOne);
+  join_states(runtime, CommGroup::kTp, state);
   shard.optimizer_tensors.merge(optim::tensors_of(state));
 }
 

@@ -2,93 +2,200 @@
 #include "runtime/update/divided_states.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/StringUtil.h>
 
-#include <string>
+#include <algorithm>
+#include <nlohmann/json.hpp>
 #include <utility>
+#include <vector>
 
 #include "core/check.h"
-#include "runtime/first_difference.h"
-#include "runtime/parameters/join_parts.h"
-#include "runtime/update/state_pieces.h"
+#include "runtime/parameters/whole.h"
 
 namespace smp::runtime {
 namespace {
 
-/// The properties that ranks must have alike: fields, types and numbers of each divided parameter's
-/// state, a parameter a line.
-std::string describe(const Runtime& runtime, const OptimizerState& state) {
-  std::string text;
-  for (const auto* entry : runtime.table().divided()) {
+using nlohmann::json;
+using Entries = std::vector<const ParameterTable::Entry*>;
+
+constexpr const char* kScalars = "scalars";
+constexpr const char* kFields = "fields";  // the dtype of a field that is divided, text of others
+
+/// How what a rank has of a parameter lies down to the cut over a group.
+comm::Sharding sharding_over(CommGroup over, const ParameterTable::Entry& entry) {
+  return over == CommGroup::kTp ? entry.part() : entry.sharding;
+}
+
+bool divides(CommGroup over, const ParameterTable::Entry& entry) {
+  return over == CommGroup::kTp ? entry.is_divided() : entry.slice.has_value();
+}
+
+/// Everything of a state but the elements, which is the same on all ranks that have some.
+json describe(const comm::Sharding& sharding, int rank, const OptimizerState::Param& param) {
+  const auto sizes = sharding.sizes_of(rank);
+  json fields = json::object();
+  for (const auto& [field, tensor] : param.tensors) {
+    const bool is_divided = tensor.sizes() == at::IntArrayRef(sizes);
+    fields[field] = is_divided ? json(static_cast<int>(tensor.scalar_type()))
+                               : json(c10::str(tensor.scalar_type(), tensor.sizes()));
+  }
+  return {{kScalars, optim::parse_fields(param.scalars)}, {kFields, std::move(fields)}};
+}
+
+/// Refuses fields that replicas cannot put together.
+void check_elementwise(const std::string& name, const json& state) {
+  for (const auto& [field, text] : state[kFields].items()) {
+    SMP_CHECK_WITH(UsageError, text.is_number(), "cannot save the optimizer's state of parameter \"",
+                   name,
+                   "\": with \"shard_optimizer_state\" each of its tensors has an element for each "
+                   "of the parameter's, but \"",
+                   field, "\" is ", text.get<std::string>(),
+                   ". Keep it as a number, or set \"shard_optimizer_state\" to false");
+  }
+}
+
+/// The descriptions of the states of `entries`, by name; the same on all ranks of a group, and so
+/// are the errors.
+json agree_on_states(const Runtime& runtime, CommGroup over, comm::Communicator& group,
+                     const Entries& entries, const OptimizerState& state) {
+  json mine = json::object();
+  for (const auto* entry : entries) {
     const auto found = state.params.find(entry->name);
     if (found == state.params.end()) continue;
-    text += c10::str("parameter \"", entry->name, "\": ", found->second.scalars);
-    for (const auto& [field, tensor] : found->second.tensors) {
-      text += c10::str(", ", field, " of ", tensor.scalar_type(), tensor.sizes());
+    mine[entry->name] = describe(sharding_over(over, *entry), runtime.rank(), found->second);
+  }
+  json merged = json::object();
+  std::vector<json> all;
+  for (const auto& text : comm::all_gather_bytes(group, mine.dump())) {
+    all.push_back(json::parse(text));
+    merged.update(all.back());
+  }
+  for (const auto* entry : entries) {
+    if (!merged.contains(entry->name)) continue;
+    const json& expected = merged[entry->name];
+    const auto sharding = sharding_over(over, *entry);
+    for (size_t r = 0; r < all.size(); ++r) {
+      const int rank = sharding.cuts.back().over.member(runtime.rank(), static_cast<int>(r));
+      if (c10::multiply_integers(sharding.sizes_of(rank)) == 0) continue;
+      const json got = all[r].value(entry->name, json());
+      SMP_CHECK_WITH(UsageError, got == expected, "the optimizer's state of parameter \"",
+                     entry->name, "\" differs between ranks that divide it: expected ",
+                     expected.dump(), ", rank ", rank, " has ",
+                     got.is_null() ? "none" : got.dump(),
+                     ". Call optimizer.step() on all ranks alike");
     }
-    text += "\n";
+    if (over == CommGroup::kRdp) check_elementwise(entry->name, expected);
   }
-  return text;
+  return merged;
 }
 
-void check_alike(const Runtime& runtime, const OptimizerState& state) {
-  const auto all = comm::all_gather_bytes(*runtime.group(CommGroup::kTp), describe(runtime, state));
-  const size_t other = first_other(all);
-  if (other == 0) return;
-  const auto [a, b] = first_difference(all[0], all[other]);
-  core::fail<UsageError>(
-      "the optimizer's state differs between the ranks of a tensor-parallel group: tp rank 0 has ",
-      a, ", tp rank ", other, " has ", b, ". Call optimizer.step() on all ranks alike");
-}
-
-/// Leaves undivided parameters to the first rank of the group.
-void keep_divided(const Runtime& runtime, OptimizerState& state) {
-  std::map<std::string, OptimizerState::Param> divided;
-  for (const auto* entry : runtime.table().divided()) {
-    if (auto node = state.params.extract(entry->name)) divided.insert(std::move(node));
+/// Adds to `joined` this rank's share of the states of `entries`, which a group divides.
+void join_divided(const Runtime& runtime, CommGroup over, comm::Communicator& group,
+                  const Entries& entries, const OptimizerState& state, OptimizerState& joined) {
+  const json all = agree_on_states(runtime, over, group, entries, state);
+  std::vector<Held> held;
+  std::vector<std::string> fields;  // field names, by index in `held`
+  for (const auto* entry : entries) {
+    if (!all.contains(entry->name)) continue;
+    const auto found = state.params.find(entry->name);
+    const bool has_own = found != state.params.end();
+    for (const auto& [field, dtype] : all[entry->name][kFields].items()) {
+      if (!dtype.is_number()) continue;
+      at::Tensor own = has_own ? found->second.tensors.at(field) : at::Tensor();
+      // On the host where the device has no room for all wholes.
+      if (has_own && over == CommGroup::kTp) own = own.cpu();
+      held.push_back({entry, std::move(own), dtype.get<at::ScalarType>(), /*exists=*/true});
+      fields.push_back(field);
+    }
   }
-  state.params = std::move(divided);
-  for (auto& group : state.groups) group.params.clear();
+  for_each_joined(runtime, over, held, [&](size_t i, const at::Tensor& tensor) {
+    joined.params[held[i].entry->name].tensors[fields[i]] = tensor;
+  });
+  for (const auto* entry : entries) {
+    if (!all.contains(entry->name)) continue;
+    const json& described = all[entry->name];
+    const bool has_joined = std::any_of(described[kFields].begin(), described[kFields].end(),
+                                        [](const json& dtype) { return dtype.is_number(); });
+    if (has_joined ? joined.params.count(entry->name) == 0 : group.rank() > 0) continue;
+    OptimizerState::Param& param = joined.params[entry->name];
+    param.shape = over == CommGroup::kTp ? entry->sharding.sizes : entry->tensor.sizes().vec();
+    param.scalars = optim::text_of(described[kScalars]);
+    const auto found = state.params.find(entry->name);
+    if (found == state.params.end()) continue;
+    param.tensors.insert(found->second.tensors.begin(), found->second.tensors.end());
+  }
 }
 
 }  // namespace
 
-void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn on) {
-  if (!runtime.table().any_divided()) return;
+std::string whole_name(const std::string& name) {
+  return name.empty() || name.back() != ']' ? name : name.substr(0, name.rfind('['));
+}
+
+void cut_states(const Runtime& runtime, OptimizerState& state) {
   at::NoGradGuard no_grad;
-  comm::Communicator& group = *runtime.group(CommGroup::kTp);
-  check_alike(runtime, state);
-  if (on == JoinOn::kOne && group.rank() > 0) keep_divided(runtime, state);
-  int next = 0;
-  for (const auto* entry : runtime.table().divided()) {
-    const auto found = state.params.find(entry->name);
-    if (found == state.params.end()) continue;
-    const int root = next++ % group.size();
-    OptimizerState::Param& param = found->second;
-    for (auto& [field, tensor] : param.tensors) {
-      if (tensor.sizes() != entry->tensor.sizes()) continue;
-      const at::Tensor part = tensor.cpu();  // where the device has no room for all wholes
-      tensor = on == JoinOn::kAll ? join_on_all(group, *entry->split, part)
-                                  : join_on(root, group, *entry->split, part);
+  const int rank = runtime.rank();
+  for (const auto& entry : runtime.table().entries()) {
+    const comm::Sharding& sharding = entry.sharding;
+    const size_t cuts = sharding.cuts.size();
+    const std::string name = entry.name_on(rank);
+    if (auto node =
+            entry.slice ? state.params.extract(name) : decltype(state.params)::node_type()) {
+      node.key() = entry.name;
+      state.params.insert(std::move(node));
+      continue;
     }
-    param.shape = entry->split->sizes;
-    if (on == JoinOn::kOne && group.rank() != root) state.params.erase(found);
+    const auto found = state.params.find(entry.name);
+    if (cuts == 0 || found == state.params.end()) continue;
+    if (name.empty()) {
+      state.params.erase(found);
+      continue;
+    }
+    const auto cuts_of = [&](at::IntArrayRef sizes) {
+      size_t done = 0;
+      while (done < cuts && sizes != at::IntArrayRef(sharding.sizes_of(rank, done))) ++done;
+      return done;
+    };
+    OptimizerState::Param& param = found->second;
+    SMP_CHECK_WITH(CheckpointError, !entry.slice || cuts_of(param.shape) < cuts,
+                   "the saved optimizer state does not fit this optimizer: ", entry.name,
+                   ": expected shape ", entry.tensor.sizes(), ", got ",
+                   at::IntArrayRef(param.shape));
+    for (auto& [field, tensor] : param.tensors) {
+      const size_t done = cuts_of(tensor.sizes());
+      if (done < cuts) tensor = sharding.cut(tensor, rank, done).clone();
+    }
+    param.shape = sharding.sizes_of(rank);
   }
 }
 
-void cut_states_to_parts(const Runtime& runtime, OptimizerState& state) {
+void join_states(const Runtime& runtime, CommGroup over, OptimizerState& state) {
   at::NoGradGuard no_grad;
-  const int rank = runtime.rank_in(CommGroup::kTp);
-  for (const auto* entry : runtime.table().divided()) {
-    const auto found = state.params.find(entry->name);
-    if (found == state.params.end()) continue;
-    OptimizerState::Param& param = found->second;
-    for (auto& [field, tensor] : param.tensors) {
-      if (tensor.sizes() == at::IntArrayRef(entry->split->sizes)) {
-        tensor = entry->split->part(tensor, rank);
-      }
+  std::vector<std::pair<comm::CommunicatorPtr, Entries>> together;
+  if (over == CommGroup::kTp) {
+    if (runtime.table().any_divided()) {
+      together.emplace_back(runtime.group(over), runtime.table().divided());
     }
-    param.shape = entry->split->local_sizes();
+  } else {
+    for (const auto& slices : slices_of(runtime)) {
+      Entries entries;
+      for (const auto& name : slices->names()) entries.push_back(&runtime.table().at(name));
+      together.emplace_back(slices->group(), std::move(entries));
+    }
   }
+  if (together.empty()) return;
+  OptimizerState joined{{}, state.groups};
+  const bool is_first = runtime.rank_in(over) == 0;
+  for (const auto& [name, param] : state.params) {
+    if (is_first && !divides(over, runtime.table().at(name))) joined.params.emplace(name, param);
+  }
+  for (auto& group : joined.groups) {
+    if (!is_first) group.params.clear();
+  }
+  for (const auto& [group, entries] : together) {
+    join_divided(runtime, over, *group, entries, state, joined);
+  }
+  state = std::move(joined);
 }
 
 }  // namespace smp::runtime

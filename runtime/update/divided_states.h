@@ -1,25 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <string>
+
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
 
+// States of optimizers, and tensors that lie on ranks as these do: whole, or the part of each
+// parameter that this rank updates (`Entry::sharding`). Internal.
 namespace smp::runtime {
 
-/// Which ranks of a tensor-parallel group get the states of whole parameters. Internal.
-enum class JoinOn {
-  kAll,  ///< each has them all
-  kOne,  ///< for all; undivided ones, and the names in the groups, are on the first
-};
+/// The name of a parameter given that of a piece (`Entry::name_on`); that of a parameter stays.
+std::string whole_name(const std::string& name);
 
-/// Puts the states of this rank's parts of parameters, by name, together with those of the other
-/// ranks of its tensor-parallel group: fields with the sizes of the part become the whole's, others
-/// stay. Collective over the group. Throws `UsageError` on all of its ranks where they have other
-/// states. Internal.
-void join_states_of_parts(const Runtime& runtime, OptimizerState& state, JoinOn on);
+/// Cuts states of whole parameters or of this rank's parts to the part that it updates: fields with
+/// the sizes of either are cut, others stay. An entry under the name of a piece takes its
+/// parameter's name. Those of parameters of which it has nothing are left out. Throws
+/// `CheckpointError` where a parameter has another shape.
+void cut_states(const Runtime& runtime, OptimizerState& state);
 
-/// Cuts states of whole parameters, by name, to those of this rank's parts; fields of the sizes of
-/// a part stay. Internal.
-void cut_states_to_parts(const Runtime& runtime, OptimizerState& state);
+/// Puts states together from those that the ranks of the groups `over`, first kRdp and then kTp,
+/// have: each rank is left those of some of the parameters that they divide, with scalars, so that
+/// none needs the memory for all. Fields of other sizes than this rank has of the parameter stay.
+/// Undivided ones, and the names in the groups, are left to the first. Collective over the ranks.
+/// Throws `UsageError` on all of them where their states differ, and for fields of other sizes
+/// where replicas divide a parameter.
+void join_states(const Runtime& runtime, CommGroup over, OptimizerState& state);
 
 }  // namespace smp::runtime

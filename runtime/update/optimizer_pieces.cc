@@ -13,27 +13,16 @@
 #include "core/tensor_lists.h"
 #include "graph/absent.h"
 #include "optim/grad_norm.h"
-#include "runtime/model.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/grad_norm.h"
 #include "runtime/update/precision.h"
-#include "runtime/update/state_pieces.h"
 
 namespace smp::runtime {
 
 bool shards_optimizer_state(const Runtime& runtime) {
   return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
-}
-
-std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime) {
-  std::vector<std::shared_ptr<dp::ParameterSlices>> result;
-  for (const auto& model : runtime.models()) {
-    if (auto slices = model->slices()) result.push_back(std::move(slices));
-  }
-  if (runtime.sharding()) result.push_back(runtime.sharding()->parameters());
-  return result;
 }
 
 optim::ParameterNames parameter_names(const Runtime& runtime) {
@@ -101,12 +90,6 @@ OptimizerPieces::OptimizerPieces(torch::optim::Optimizer& optimizer, const Runti
       set_state_(std::move(set_state)),
       has_masters_(half_type(runtime.config()).has_value()) {}
 
-/// How replicas divide a parameter; null: they do not.
-const OptimizerPieces::Slice* OptimizerPieces::slice_of(const at::Tensor& parameter) const {
-  const auto* entry = runtime_.table().find(parameter);
-  return entry != nullptr && entry->slice ? &*entry->slice : nullptr;
-}
-
 /// Runs `body` on the parameters in the groups.
 void OptimizerPieces::for_each(const std::function<void(const at::Tensor&)>& body) const {
   for (const auto& group : optimizer_.param_groups()) {
@@ -117,15 +100,16 @@ void OptimizerPieces::for_each(const std::function<void(const at::Tensor&)>& bod
 void OptimizerPieces::for_each_divided(
     const std::function<void(const at::Tensor&, const Slice&)>& body) const {
   for_each([&](const at::Tensor& parameter) {
-    if (const Slice* slice = slice_of(parameter)) body(parameter, *slice);
+    const auto* entry = runtime_.table().find(parameter);
+    if (entry != nullptr && entry->slice) body(parameter, *entry->slice);
   });
 }
 
 /// The tensor with the values that this replica updates: the parameter or its piece, which is
 /// undefined where there is nothing.
 at::Tensor OptimizerPieces::target_of(const at::Tensor& parameter) const {
-  const Slice* slice = slice_of(parameter);
-  return slice != nullptr ? slice->piece() : parameter;
+  const auto* entry = runtime_.table().find(parameter);
+  return entry != nullptr ? entry->updated() : parameter;
 }
 
 /// Gives the tensor that the optimizer updates for a parameter: that, its piece, or the master of
@@ -164,7 +148,7 @@ optim::ParameterNames OptimizerPieces::names() const {
   optim::ParameterNames names = parameter_names(runtime_);
   for (const auto& slices : slices_) {
     for (size_t i = 0; i < slices->names().size(); ++i) {
-      const at::Tensor& piece = slices->pieces()[i].tensor;
+      const at::Tensor& piece = slices->pieces()[i];
       if (piece.defined()) names.emplace(piece.unsafeGetTensorImpl(), slices->names()[i]);
     }
   }
@@ -328,34 +312,21 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
       [](const at::Tensor& parameter, const Slice&) { parameter.mutable_grad().reset(); });
 }
 
-/// States that the optimizer made in its constructor are of parameters that were whole then.
-void OptimizerPieces::divide_states() {
-  const auto divided = runtime_.table().divided();
-  if (!runtime_.partitioned() || divided.empty() || std::exchange(states_are_divided_, true))
-    return;
-  const bool any = std::any_of(divided.begin(), divided.end(), [this](const auto* entry) {
-    return entry->captured_whole &&
-           optimizer_.state().count(entry->tensor.unsafeGetTensorImpl()) > 0;
-  });
-  if (!any) return;
-  OptimizerState state = optim::share_state(optimizer_, names());
-  cut_states_to_parts(runtime_, state);
-  set_state_(state, names());
-}
-
 /// States that the optimizer has for parameters become those of the tensors that stand in for them:
-/// Adagrad makes them in its constructor, and a checkpoint may have a state without a master. With
-/// `before_masters` those of parameters that will have masters get their type.
+/// Adagrad makes them in its constructor, perhaps of parameters that were whole then, and a
+/// checkpoint may have a state without a master. With `before_masters` those of parameters that
+/// will have masters get their type.
 void OptimizerPieces::adopt_states(bool before_masters) {
-  divide_states();
-  bool has_replaced = false;
+  const bool may_be_whole = runtime_.partitioned() && !std::exchange(states_are_divided_, true);
+  bool has_others = false;
   for_each([&](const at::Tensor& parameter) {
-    const bool is_replaced = !stand_in_for(parameter).is_same(parameter) ||
-                             (before_masters && MasterWeights::concerns(parameter));
-    has_replaced = has_replaced ||
-                   (is_replaced && optimizer_.state().count(parameter.unsafeGetTensorImpl()) > 0);
+    if (optimizer_.state().count(parameter.unsafeGetTensorImpl()) == 0) return;
+    const auto* entry = runtime_.table().find(parameter);
+    has_others = has_others || !stand_in_for(parameter).is_same(parameter) ||
+                 (before_masters && MasterWeights::concerns(parameter)) ||
+                 (may_be_whole && entry != nullptr && entry->captured_whole);
   });
-  if (!has_replaced) return;
+  if (!has_others) return;
   OptimizerState whole = optim::share_state(optimizer_, names());
   for (auto& [name, param] : whole.params) {
     for (auto& [field, tensor] : param.tensors) {
@@ -365,7 +336,7 @@ void OptimizerPieces::adopt_states(bool before_masters) {
   {
     const StandIn stand_in(*this);
     const auto pieces = optim::share_state(optimizer_, names());
-    for (const auto& slices : slices_) cut_states(*slices, whole);
+    cut_states(runtime_, whole);
     whole.groups = pieces.groups;
     whole.params.insert(pieces.params.begin(), pieces.params.end());
     set_state_(whole, names());
@@ -385,24 +356,14 @@ void OptimizerPieces::forget_replaced() {
 OptimizerState OptimizerPieces::gather_state() {
   find_slices();
   adopt_states(/*before_masters=*/has_masters_);
-  OptimizerState whole = optim::share_state(optimizer_, names());
-  OptimizerState pieces;
+  OptimizerState state = optim::share_state(optimizer_, names());
   {
     const StandIn stand_in(*this);
-    pieces = optim::share_state(optimizer_, names());
+    state.params = optim::share_state(optimizer_, names()).params;
   }
-  add_masters(pieces);
-  whole.params.clear();
-  for (const auto& [name, param] : pieces.params) {
-    if (!runtime_.table().at(name).slice) whole.params.emplace(name, param);
-  }
-  if (slices_.empty()) return whole;
-  if (runtime_.replicas()->rank() > 0) {
-    whole.params.clear();
-    for (auto& group : whole.groups) group.params.clear();
-  }
-  for (const auto& slices : slices_) join_states(*slices, pieces, whole);
-  return whole;
+  add_masters(state);
+  join_states(runtime_, CommGroup::kRdp, state);
+  return state;
 }
 
 OptimizerState OptimizerPieces::local_state() {
@@ -411,14 +372,18 @@ OptimizerState OptimizerPieces::local_state() {
   const StandIn stand_in(*this);
   OptimizerState state = optim::share_state(optimizer_, names());
   add_masters(state);
-  for (const auto& slices : slices_) name_pieces(*slices, state);
+  for (auto& [name, param] : std::exchange(state.params, {})) {
+    state.params.emplace(name_of_part(name), std::move(param));
+  }
+  for (auto& group : state.groups) {
+    for (std::string& name : group.params) name = name_of_part(name);
+  }
   return state;
 }
 
 std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
   slices_of(runtime_);  // which divides the parameters, if no step has
-  const auto& slice = runtime_.table().at(parameter).slice;
-  return slice ? piece_name(*slice->slices, slice->index) : parameter;
+  return runtime_.table().at(parameter).name_on(runtime_.rank());
 }
 
 void OptimizerPieces::add_masters(OptimizerState& state) const {
@@ -457,8 +422,7 @@ void OptimizerPieces::take_masters(OptimizerState& state) {
 
 void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
   find_slices();
-  cut_states_to_parts(runtime_, whole);
-  for (const auto& slices : slices_) cut_states(*slices, whole);
+  cut_states(runtime_, whole);
   take_masters(whole);
   parameter_loads_ = parameter_loads;
   {
@@ -471,10 +435,7 @@ void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
 
 std::function<bool(const std::string&)> OptimizerPieces::has_part() {
   find_slices();
-  return [this](const std::string& name) {
-    const auto& slice = runtime_.table().at(name).slice;
-    return !slice || slice->has_piece();
-  };
+  return [this](const std::string& name) { return !name_of_part(name).empty(); };
 }
 
 }  // namespace smp::runtime

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "dp/parameter_slices.h"
 #include "optim/state_dict.h"
+#include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
 #include "runtime/update/master_weights.h"
 #include "smp/optim/uses_tensor_norms.h"
@@ -20,9 +20,6 @@ namespace smp::runtime {
 
 /// Whether `shard_optimizer_state` is in effect: there are several replicas.
 bool shards_optimizer_state(const Runtime& runtime);
-
-/// How parameters are divided among replicas, of all models that have some.
-std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime);
 
 /// The names of all parameters.
 optim::ParameterNames parameter_names(const Runtime& runtime);
@@ -70,8 +67,8 @@ class OptimizerPieces {
   /// parameters on each, so that none needs the memory for all. The first replica has the states of
   /// undivided parameters, too, and the names in the groups. Collective over the replicas.
   OptimizerState gather_state();
-  /// The states of this replica's pieces, under the names of `piece_name`, and of all parameters
-  /// that are not divided. Tensors of both may be the optimizer's own.
+  /// The states of this replica's pieces, under the names of `Entry::name_on`, and of undivided
+  /// parameters. Tensors of both may be the optimizer's own.
   OptimizerState local_state();
   /// The name of this replica's part of a parameter in `local_state`: its name where it is not
   /// divided, nothing where this replica has no piece of it.
@@ -94,7 +91,6 @@ class OptimizerPieces {
   };
 
   void find_slices() { slices_ = slices_of(runtime_); }
-  const Slice* slice_of(const at::Tensor& parameter) const;
   void for_each(const std::function<void(const at::Tensor&)>& body) const;
   void for_each_divided(const std::function<void(const at::Tensor&, const Slice&)>& body) const;
   at::Tensor target_of(const at::Tensor& parameter) const;
@@ -105,7 +101,6 @@ class OptimizerPieces {
   void bind_pieces();
   void prepare();
   void make_masters();
-  void divide_states();
   void adopt_states(bool before_masters = false);
   void forget_replaced();
   void list_updated();

@@ -18,7 +18,6 @@
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/optimizer.h"
-#include "runtime/update/state_pieces.h"
 
 namespace smp::runtime {
 namespace {
@@ -115,9 +114,11 @@ OptimizerState Optimizer::state_dict() {
   begin_use_of_gradients("optimizer.state_dict()");
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
-  join_states_of_parts(*runtime_, mine, JoinOn::kAll);
-  if (!runtime_->partitioned()) return optim::copy_of(std::move(mine));
-  return merge(*runtime_->group(divides() ? CommGroup::kWorld : CommGroup::kPp), mine);
+  join_states(*runtime_, CommGroup::kTp, mine);
+  const auto whole = divides() ? CommGroup::kWorld : CommGroup::kMp;
+  if (runtime_->partitioned()) return merge(*runtime_->group(whole), mine);
+  if (!runtime_->table().any_divided()) return optim::copy_of(std::move(mine));
+  return merge(*runtime_->group(CommGroup::kTp), mine);
 }
 
 OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {

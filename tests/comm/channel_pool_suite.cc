@@ -26,7 +26,7 @@ at::Tensor content(int source, int number, int64_t bytes) {
 }
 
 /// Each rank has a pool with channels to the next rank and from the one before.
-class PoolTest : public testing::TestWithParam<int> {
+class PoolTest : public ::testing::TestWithParam<int> {
  protected:
   using Body = std::function<void(ChannelPool& pool, int next, int previous)>;
 
@@ -60,7 +60,7 @@ class PoolTest : public testing::TestWithParam<int> {
     return received;
   }
 };
-INSTANTIATE_TEST_SUITE_P(Ranks, PoolTest, testing::ValuesIn(group_sizes()));
+INSTANTIATE_TEST_SUITE_P(Ranks, PoolTest, ::testing::ValuesIn(group_sizes()));
 
 TEST_P(PoolTest, UsersShareChannelsUntilOneNeedsMore) {
   on_ring([](ChannelPool& pool, int next, int previous) {

@@ -24,23 +24,23 @@ namespace smp::comm {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 // Ranks of the tests share memory, so channels over messages must be asked for.
 enum class Path { kBest, kMessages };
 
 using Param = std::tuple<int, Path>;  // size of the group
 
-std::string name_of(const testing::TestParamInfo<Param>& info) {
+std::string name_of(const ::testing::TestParamInfo<Param>& info) {
   const auto& [size, path] = info.param;
   return (path == Path::kBest ? "best" : "messages") + std::to_string(size);
 }
 
-class ChannelTest : public testing::TestWithParam<Param> {};
+class ChannelTest : public ::testing::TestWithParam<Param> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, ChannelTest,
-                         testing::Combine(testing::ValuesIn(group_sizes()),
-                                          testing::Values(Path::kBest, Path::kMessages)),
+                         ::testing::Combine(::testing::ValuesIn(group_sizes()),
+                                            ::testing::Values(Path::kBest, Path::kMessages)),
                          name_of);
 
 Channels open(Path path, const CommunicatorPtr& group, const std::vector<ChannelSpec>& outgoing,
@@ -132,15 +132,15 @@ void on_channel(const Param& param, const ChannelSpec& spec,
   });
 }
 
-class ChannelPair : public testing::TestWithParam<Param> {};
+class ChannelPair : public ::testing::TestWithParam<Param> {};
 std::vector<int> sizes_from_two() {
   std::vector<int> sizes = group_sizes();
   sizes.erase(std::remove(sizes.begin(), sizes.end(), 1), sizes.end());
   return sizes;
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, ChannelPair,
-                         testing::Combine(testing::ValuesIn(sizes_from_two()),
-                                          testing::Values(Path::kBest, Path::kMessages)),
+                         ::testing::Combine(::testing::ValuesIn(sizes_from_two()),
+                                            ::testing::Values(Path::kBest, Path::kMessages)),
                          name_of);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChannelPair);  // a world of one rank has none
 
@@ -153,8 +153,8 @@ std::vector<int> sizes_of_two() {
   return sizes;
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, ChannelOfTwo,
-                         testing::Combine(testing::ValuesIn(sizes_of_two()),
-                                          testing::Values(Path::kBest, Path::kMessages)),
+                         ::testing::Combine(::testing::ValuesIn(sizes_of_two()),
+                                            ::testing::Values(Path::kBest, Path::kMessages)),
                          name_of);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(ChannelOfTwo);  // worlds of other sizes have none
 
@@ -236,8 +236,7 @@ void fill(Communicator& group, Sender* out, const ChannelSpec& spec) {
   }
   if (out != nullptr) {
     group.set_timeout(milliseconds(150));
-    EXPECT_THAT(error_text<TimeoutError>([&] { out->prepare(); }),
-                HasSubstr("it waits for rank 1."));
+    EXPECT_THAT(error_of<TimeoutError>([&] { out->prepare(); }), HasSubstr("it waits for rank 1."));
     group.set_timeout(std::chrono::seconds(30));
   }
   group.barrier();
@@ -309,7 +308,7 @@ TEST_P(ChannelPair, AWaitForAShorterMessageSaysHowLongItIs) {
     group.set_timeout(milliseconds(150));
     in->set_size({40});
     in->expect(1);
-    EXPECT_THAT(error_text<TimeoutError>([&] { in->receive(); }),
+    EXPECT_THAT(error_of<TimeoutError>([&] { in->receive(); }),
                 HasSubstr(" of 40 bytes from rank 0 with tag 78 on group 'world'"));
     group.set_timeout(std::chrono::seconds(30));
   });
@@ -380,7 +379,7 @@ TEST_P(ChannelPair, AWaitThatTakesTooLongNamesWhatItWaitsFor) {
       in->expect(1);
       const auto start = std::chrono::steady_clock::now();
       EXPECT_THAT(
-          error_text<TimeoutError>([&] { in->receive(); }),
+          error_of<TimeoutError>([&] { in->receive(); }),
           AllOf(HasSubstr(" of 40 bytes from rank 0 with tag 77 on group 'world' (here rank 1)"),
                 HasSubstr("was not complete within the timeout of 0.15 s; it waits for rank 0."),
                 HasSubstr("Check that the peer posts the matching call")));
@@ -393,15 +392,15 @@ TEST_P(ChannelPair, AWaitThatTakesTooLongNamesWhatItWaitsFor) {
 /// Over messages nothing is agreed.
 class AgreedChannel : public ChannelPair {};
 INSTANTIATE_TEST_SUITE_P(Ranks, AgreedChannel,
-                         testing::Combine(testing::ValuesIn(sizes_from_two()),
-                                          testing::Values(Path::kBest)),
+                         ::testing::Combine(::testing::ValuesIn(sizes_from_two()),
+                                            ::testing::Values(Path::kBest)),
                          name_of);
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(AgreedChannel);  // a world of one rank has none
 
 TEST_P(AgreedChannel, EndsThatDisagreeAreAnErrorOnBoth) {
   on_every_rank(std::get<int>(GetParam()), [](const CommunicatorPtr& group) {
     const auto text = [&](std::vector<ChannelSpec> outgoing, std::vector<ChannelSpec> incoming) {
-      return error_text<CommError>([&] { group->open_channels(outgoing, incoming); });
+      return error_of<CommError>([&] { group->open_channels(outgoing, incoming); });
     };
     if (group->rank() == 0) {
       EXPECT_THAT(text({{1, 8, 100, 1, 2}}, {}),
@@ -422,7 +421,7 @@ TEST_P(ChannelTest, RefusesBadSpecs) {
   const int size = std::get<0>(GetParam());
   on_every_rank(size, [](const CommunicatorPtr& group) {
     const auto outgoing = [&](ChannelSpec spec) {
-      return error_text<UsageError>([&] { group->open_channels({spec}, {}); });
+      return error_of<UsageError>([&] { group->open_channels({spec}, {}); });
     };
     EXPECT_THAT(outgoing({group->size(), 0, 8, 1, 1}),
                 HasSubstr("open_channels on group 'world': expected destination in 0 to "));
@@ -430,7 +429,7 @@ TEST_P(ChannelTest, RefusesBadSpecs) {
     EXPECT_THAT(outgoing({0, 0, 8, 1, 0}),
                 HasSubstr("expected messages of 0 bytes or more, 0 or more held and 1 or more "
                           "ahead, got 8 bytes, 1 held and 0 ahead"));
-    EXPECT_THAT(error_text<UsageError>([&] {
+    EXPECT_THAT(error_of<UsageError>([&] {
                   group->open_channels({}, {{-1, 0, 8, 1, 1}});
                 }),
                 HasSubstr("expected source in 0 to "));

@@ -17,12 +17,12 @@ namespace {
 
 using core::PublicCall;
 using core::PublicCallScope;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
-class CollectiveErrors : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveErrors, testing::ValuesIn(group_sizes()),
-                         testing::PrintToStringParamName());
+class CollectiveErrors : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, CollectiveErrors, ::testing::ValuesIn(group_sizes()),
+                         ::testing::PrintToStringParamName());
 
 PublicCall step_number(int number) {
   return {c10::str("call ", number, " of step function \"train\""), core::kAnyStep};
@@ -43,13 +43,13 @@ TEST_P(CollectiveErrors, CallsThatDoNotMatchAreAnErrorThatSaysWhoCalledWhat) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const bool first = group->rank() == 0;
     EXPECT_THAT(
-        error_text<CommError>([&] { group->all_reduce(at::ones({first ? 4 : 8}, at::kByte)); }),
+        error_of<CommError>([&] { group->all_reduce(at::ones({first ? 4 : 8}, at::kByte)); }),
         AllOf(HasSubstr("all_reduce of "), HasSubstr(" bytes on group 'world' (here rank "),
               HasSubstr("does not match the other ranks' calls: rank 0 called all_reduce (sum) of "
                         "4 x Byte, rank 1 called all_reduce (sum) of 8 x Byte"),
               HasSubstr("All ranks must call the same collectives of a group in the same order")));
     EXPECT_THAT(
-        error_text<CommError>([&] {
+        error_of<CommError>([&] {
           if (first) {
             group->barrier();
           } else {
@@ -57,12 +57,12 @@ TEST_P(CollectiveErrors, CallsThatDoNotMatchAreAnErrorThatSaysWhoCalledWhat) {
           }
         }),
         HasSubstr("rank 0 called barrier, rank 1 called broadcast of 3 x Float with root 1"));
-    EXPECT_THAT(error_text<CommError>([&] {
+    EXPECT_THAT(error_of<CommError>([&] {
                   group->all_reduce(at::ones({3}), first ? ReduceOp::kMin : ReduceOp::kMax);
                 }),
                 HasSubstr("rank 0 called all_reduce (min) of 3 x Float, rank 1 called all_reduce "
                           "(max) of 3 x Float"));
-    EXPECT_THAT(error_text<CommError>([&] {
+    EXPECT_THAT(error_of<CommError>([&] {
                   std::vector<int64_t> sends(group->size(), 1), receives(group->size(), 1);
                   sends[1] += first ? 1 : 0;
                   const int64_t sum = group->size();
@@ -71,7 +71,7 @@ TEST_P(CollectiveErrors, CallsThatDoNotMatchAreAnErrorThatSaysWhoCalledWhat) {
                 }),
                 HasSubstr("rank 0 sends 2 elements to rank 1, which expects 1. The input split of "
                           "the one must be"));
-    EXPECT_THAT(error_text<CommError>([&] { group->shared_tensor(first ? 5 : 6, at::kFloat); }),
+    EXPECT_THAT(error_of<CommError>([&] { group->shared_tensor(first ? 5 : 6, at::kFloat); }),
                 HasSubstr("rank 0 called shared_tensor of 5 x Float, rank 1 called shared_tensor"));
     expect_goes_on(*group);
   });
@@ -86,7 +86,7 @@ TEST_P(CollectiveErrors, CallsOfTheUsersThatDoNotMatchAreNamedByAll) {
     const bool first = group->rank() == 0;
     const auto in_others = [&](const std::function<void()>& collective) {
       const PublicCallScope here(first ? PublicCall("smp::save", "smp::save") : step_number(4));
-      return error_text<CommError>(collective);
+      return error_of<CommError>(collective);
     };
     const auto expected =
         AllOf(HasSubstr(first ? ", in smp::save does not match the other ranks' calls: "
@@ -101,7 +101,7 @@ TEST_P(CollectiveErrors, CallsOfTheUsersThatDoNotMatchAreNamedByAll) {
                 }),
                 expected);
     EXPECT_THAT(in_others([&] { group->shared_tensor(5, at::kFloat); }), expected);
-    EXPECT_THAT(error_text<CommError>([&] {
+    EXPECT_THAT(error_of<CommError>([&] {
                   const PublicCallScope here(first ? PublicCall() : step_number(4));
                   group->barrier();
                 }),
@@ -133,14 +133,14 @@ TEST_P(CollectiveErrors, CallsOfOneKindMatch) {
 
 TEST_P(CollectiveErrors, SplitRefusesWrongLists) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
-    EXPECT_THAT(error_text<UsageError>([&] { group->split({}, "x"); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->split({}, "x"); }),
                 HasSubstr("which asks, must be among them"));
     EXPECT_THAT(
-        error_text<UsageError>([&] {
+        error_of<UsageError>([&] {
           group->split({group->rank(), group->rank()}, "x");
         }),
         AllOf(HasSubstr("split of group 'world' into ranks ["), HasSubstr("they must ascend")));
-    EXPECT_THAT(error_text<UsageError>([&] {
+    EXPECT_THAT(error_of<UsageError>([&] {
                   group->split({group->rank(), 99}, "x");
                 }),
                 HasSubstr("they must lie in 0 to"));
@@ -148,12 +148,12 @@ TEST_P(CollectiveErrors, SplitRefusesWrongLists) {
       // Rank 0 wants to be with 1, but 1 to be alone; then only rank 0 passes a wrong list.
       const bool zero = group->rank() == 0;
       const std::vector<int> alone{group->rank()};
-      EXPECT_THAT(error_text<UsageError>([&] {
+      EXPECT_THAT(error_of<UsageError>([&] {
                     group->split(zero ? std::vector<int>{0, 1} : alone, "x");
                   }),
                   HasSubstr("rank 0 passes the ranks [0, 1] but rank 1, one of them, passes [1]"));
       EXPECT_THAT(
-          error_text<UsageError>([&] { group->split(zero ? std::vector<int>{} : alone, "x"); }),
+          error_of<UsageError>([&] { group->split(zero ? std::vector<int>{} : alone, "x"); }),
           HasSubstr(zero ? "must be among them" : "rank 0 passes a list of ranks that is refused"));
     }
   });
@@ -178,8 +178,8 @@ TEST_P(CollectiveErrors, ATimeOutNamesTheRanksThatHaveNotCome) {
           HasSubstr("Check that these ranks call the same collectives"));
       const WorkPtr work = part->async().all_reduce(at::ones({2}), ReduceOp::kSum);
       EXPECT_FALSE(work->test());
-      EXPECT_THAT(error_text<TimeoutError>([&] { work->wait(); }), expected);
-      EXPECT_THAT(error_text<TimeoutError>([&] { part->all_reduce(at::ones({2})); }), expected);
+      EXPECT_THAT(error_of<TimeoutError>([&] { work->wait(); }), expected);
+      EXPECT_THAT(error_of<TimeoutError>([&] { part->all_reduce(at::ones({2})); }), expected);
     }
     group->barrier();
   });
@@ -187,42 +187,40 @@ TEST_P(CollectiveErrors, ATimeOutNamesTheRanksThatHaveNotCome) {
 
 TEST_P(CollectiveErrors, RefuseBadArguments) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
-    EXPECT_THAT(error_text<UsageError>(
+    EXPECT_THAT(error_of<UsageError>(
                     [&] { group->all_reduce(at::ones({2}, at::kBool), ReduceOp::kAverage); }),
                 HasSubstr("average is not defined for Bool"));
     EXPECT_THAT(
-        error_text<UsageError>([&] {
+        error_of<UsageError>([&] {
           group->all_reduce(at::ones({2, 3}).t());
         }),
         HasSubstr("expected tensor to be contiguous, got sizes [3, 2] with strides [1, 3]"));
-    EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::Tensor()); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->all_reduce(at::Tensor()); }),
                 HasSubstr("tensor is undefined"));
-    EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}, at::kMeta), 0); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->broadcast(at::ones({2}, at::kMeta), 0); }),
                 HasSubstr("expected tensor to be on the CPU, got meta. Copy it to the CPU"));
-    EXPECT_THAT(error_text<UsageError>([&] { group->all_reduce(at::eye(2).to_sparse()); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->all_reduce(at::eye(2).to_sparse()); }),
                 HasSubstr("to be dense, got a tensor of layout Sparse. Pass to_dense() of it."));
-    EXPECT_THAT(error_text<UsageError>(
-                    [&] { group->broadcast(at::ones({2}, at::kComplexFloat).conj(), 0); }),
-                HasSubstr("expected tensor to hold its values, got a conjugate or negative view"));
-    EXPECT_THAT(error_text<UsageError>([&] { group->broadcast(at::ones({2}), 9); }),
-                HasSubstr("expected root in 0 to "));
-    EXPECT_THAT(error_text<UsageError>([&] { group->all_gather(at::ones({99}), at::ones({2})); }),
-                HasSubstr("Allocate size() times the input"));
     EXPECT_THAT(
-        error_text<UsageError>([&] { group->reduce_scatter(at::ones({2}), at::ones({99})); }),
-        HasSubstr("reduce_scatter on group 'world': expected an input of "));
-    EXPECT_THAT(error_text<UsageError>(
+        error_of<UsageError>([&] { group->broadcast(at::ones({2}, at::kComplexFloat).conj(), 0); }),
+        HasSubstr("expected tensor to hold its values, got a conjugate or negative view"));
+    EXPECT_THAT(error_of<UsageError>([&] { group->broadcast(at::ones({2}), 9); }),
+                HasSubstr("expected root in 0 to "));
+    EXPECT_THAT(error_of<UsageError>([&] { group->all_gather(at::ones({99}), at::ones({2})); }),
+                HasSubstr("Allocate size() times the input"));
+    EXPECT_THAT(error_of<UsageError>([&] { group->reduce_scatter(at::ones({2}), at::ones({99})); }),
+                HasSubstr("reduce_scatter on group 'world': expected an input of "));
+    EXPECT_THAT(error_of<UsageError>(
                     [&] { group->all_to_all(at::ones({2}), {}, at::ones({2}, at::kInt), {}); }),
                 HasSubstr("expected output and input of the same type, got Float and Int"));
     EXPECT_THAT(
-        error_text<UsageError>([&] { group->all_to_all(at::ones({2}), {7}, at::ones({2}), {}); }),
+        error_of<UsageError>([&] { group->all_to_all(at::ones({2}), {7}, at::ones({2}), {}); }),
         HasSubstr("the 2 elements of the output do not divide into [7], one number for"));
-    EXPECT_THAT(
-        error_text<UsageError>([&] { group->all_reduce(at::ones({2}), ReduceOp::kBitAnd); }),
-        HasSubstr("bitwise and is not defined for Float. Convert the tensor"));
-    EXPECT_THAT(error_text<UsageError>([&] { group->shared_tensor(-1, at::kFloat); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->all_reduce(at::ones({2}), ReduceOp::kBitAnd); }),
+                HasSubstr("bitwise and is not defined for Float. Convert the tensor"));
+    EXPECT_THAT(error_of<UsageError>([&] { group->shared_tensor(-1, at::kFloat); }),
                 HasSubstr("shared_tensor on group 'world': expected 0 elements or more, got -1"));
-    EXPECT_THAT(error_text<UsageError>([&] { group->set_timeout(std::chrono::seconds(0)); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->set_timeout(std::chrono::seconds(0)); }),
                 HasSubstr("expected a positive time, got 0 ms"));
   });
 }

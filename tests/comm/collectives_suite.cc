@@ -14,11 +14,11 @@
 namespace smp::comm {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
-class Collectives : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, testing::ValuesIn(group_sizes()),
-                         testing::PrintToStringParamName());
+class Collectives : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, Collectives, ::testing::ValuesIn(group_sizes()),
+                         ::testing::PrintToStringParamName());
 
 const std::vector<at::ScalarType> kTypes = {
     at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,         at::kInt,
@@ -501,7 +501,7 @@ TEST_P(Collectives, WhatATaskThrowsIsThrownByItsWait) {
                   })
           ->wait();
     };
-    EXPECT_THAT(error_text<UsageError>(run), HasSubstr("expected tensor to be contiguous"));
+    EXPECT_THAT(error_of<UsageError>(run), HasSubstr("expected tensor to be contiguous"));
     group->barrier();
   });
 }

@@ -15,10 +15,12 @@
 
 #include "comm/threads/run_ranks.h"
 #include "smp/error.h"
+#include "tests/error_of.h"
 
 namespace smp {
 namespace {
 
+using smp::testing::error_of;
 using ::testing::HasSubstr;
 
 constexpr int kRanks = 3;
@@ -27,16 +29,6 @@ at::Tensor of_rank(int rank) { return at::arange(6, at::kFloat).view({3, 2}) * (
 
 void expect_equal(const at::Tensor& got, const at::Tensor& expected) {
   EXPECT_TRUE(at::equal(got, expected)) << got << "\nexpected\n" << expected;
-}
-
-template <class Call>
-std::string error_text(const Call& call) {
-  try {
-    call();
-  } catch (const UsageError& error) {
-    return error.what();
-  }
-  return "it was accepted";
 }
 
 /// Runs `test(group)` on three ranks, which are 1, 4 and 5 of some world.
@@ -87,7 +79,7 @@ TEST(PublicGroup, AddsComplexNumbers) {
     expect_equal(group.all_reduce(mine.conj(), ReduceOp::kAverage), (2 * of(0)).conj());
     expect_equal(group.all_gather(mine.conj())[1], of(1).conj());
     EXPECT_THAT(
-        error_text([&] { std::ignore = group.all_reduce(mine, ReduceOp::kProduct); }),
+        error_of<UsageError>([&] { std::ignore = group.all_reduce(mine, ReduceOp::kProduct); }),
         HasSubstr("product is not defined for ComplexFloat. Complex numbers can be summed and "
                   "averaged; all_gather them for anything else."));
   });
@@ -203,18 +195,19 @@ TEST(PublicGroup, RecordsNothingWithoutNeed) {
 TEST(PublicGroup, RefusesToLoseGradients) {
   on_ranks([](const Group& group) {
     const at::Tensor leaf = at::ones({3, 2}).requires_grad_();
-    EXPECT_THAT(error_text([&] { std::ignore = group.all_reduce(leaf, ReduceOp::kMax); }),
+    EXPECT_THAT(error_of<UsageError>([&] { std::ignore = group.all_reduce(leaf, ReduceOp::kMax); }),
                 HasSubstr("smp::all_reduce (max): the tensor of shape [3, 2] requires a gradient, "
                           "and only sums and averages over ranks have one, so that it would be "
                           "lost. Pass detach() of the tensor, or make the call under "
                           "torch::NoGradGuard, where no gradient is wanted"));
-    EXPECT_THAT(error_text([&] { std::ignore = group.reduce_scatter(leaf, ReduceOp::kProduct); }),
-                HasSubstr("smp::Group::reduce_scatter (product): the tensor of shape [3, 2]"));
-    EXPECT_THAT(error_text([&] { group.async().broadcast(leaf, 0)->wait(); }),
+    EXPECT_THAT(
+        error_of<UsageError>([&] { std::ignore = group.reduce_scatter(leaf, ReduceOp::kProduct); }),
+        HasSubstr("smp::Group::reduce_scatter (product): the tensor of shape [3, 2]"));
+    EXPECT_THAT(error_of<UsageError>([&] { group.async().broadcast(leaf, 0)->wait(); }),
                 HasSubstr("smp::Group::async().broadcast: the tensor of shape [3, 2] requires a "
                           "gradient, and collectives that are started are not differentiated "
                           "(those of smp::Group that return their result are), so that"));
-    EXPECT_THAT(error_text([&] {
+    EXPECT_THAT(error_of<UsageError>([&] {
                   group.async().all_gather(at::empty({3, 3, 2}), leaf)->wait();
                 }),
                 HasSubstr("smp::Group::async().all_gather: the tensor of shape [3, 2]"));
@@ -228,14 +221,14 @@ TEST(PublicGroup, RefusesToLoseGradients) {
 
 TEST(PublicGroup, RefusesTensorsWithoutARowForEachRank) {
   on_ranks([](const Group& group) {
-    EXPECT_THAT(error_text([&] {
+    EXPECT_THAT(error_of<UsageError>([&] {
                   std::ignore = group.reduce_scatter(at::ones({2, 3}));
                 }),
                 HasSubstr("smp::Group::reduce_scatter: expected a tensor with 3 rows, one for each "
                           "rank of the group, got shape [2, 3]. Give it the shape [3, ...]"));
-    EXPECT_THAT(error_text([&] { std::ignore = group.all_to_all(at::ones({})); }),
+    EXPECT_THAT(error_of<UsageError>([&] { std::ignore = group.all_to_all(at::ones({})); }),
                 HasSubstr("smp::Group::all_to_all: expected a tensor with 3 rows"));
-    EXPECT_THAT(error_text([&] { std::ignore = group.all_gather(at::Tensor()); }),
+    EXPECT_THAT(error_of<UsageError>([&] { std::ignore = group.all_gather(at::Tensor()); }),
                 HasSubstr("smp::Group::all_gather: the tensor is undefined"));
   });
 }
@@ -294,7 +287,7 @@ TEST(PublicGroup, HasAProcessGroup) {
 
 TEST(PublicGroup, RefusesTensorsThatDiffer) {
   on_ranks([](const Group& group) {
-    EXPECT_THAT(error_text([&] {
+    EXPECT_THAT(error_of<UsageError>([&] {
                   group.async().reduce_scatter(at::empty({4}), of_rank(group.rank()))->wait();
                 }),
                 HasSubstr("reduce_scatter"));

@@ -27,10 +27,10 @@
 namespace smp::comm {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
-class TwoProcesses : public testing::Test {
+class TwoProcesses : public ::testing::Test {
  public:
   TwoProcesses() : memory_(SharedMemory::create(HostBoard::bytes(2, 2, true))) {
     at::set_num_threads(1);
@@ -95,7 +95,7 @@ TEST_F(TwoProcesses, AKilledPeerEndsTheWaitAfterWhatItHasDone) {
   all_reduce(tensor, kLong);
   EXPECT_TRUE(same_bits(tensor, at::full({100'000}, 3.0F)));
   const auto begin = std::chrono::steady_clock::now();
-  EXPECT_THAT(error_text<CommError>([&] { all_reduce(tensor, kLong); }),
+  EXPECT_THAT(error_of<CommError>([&] { all_reduce(tensor, kLong); }),
               AllOf(HasSubstr("all_reduce of 400000 bytes on group 'pair' (here rank 2), "
                               "collective number 2 failed: the process of rank 5 has ended"),
                     HasSubstr("Look at that rank's own output.")));
@@ -109,7 +109,7 @@ TEST_F(TwoProcesses, AStalledPeerIsNamedWhenTheTimeIsOver) {
   });
   all_reduce(at::ones({3}), kLong);
   EXPECT_THAT(
-      error_text<TimeoutError>([&] { all_reduce(at::ones({3}), std::chrono::milliseconds(200)); }),
+      error_of<TimeoutError>([&] { all_reduce(at::ones({3}), std::chrono::milliseconds(200)); }),
       HasSubstr("all_reduce of 12 bytes on group 'pair' (here rank 2), collective number 2 was not "
                 "complete within the timeout of 0.2 s; it waits for rank 5."));
   try {
@@ -129,7 +129,7 @@ TEST_F(TwoProcesses, AnAbortEndsTheWait) {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));
     transport_->abort(1, "rank 1 failed: disk full");
   });
-  EXPECT_THAT(error_text<CommError>([&] { all_reduce(at::ones({3}), kLong); }),
+  EXPECT_THAT(error_of<CommError>([&] { all_reduce(at::ones({3}), kLong); }),
               HasSubstr("rank 1 failed: disk full [noticed by all_reduce of 12 bytes"));
   aborter.join();
 }
@@ -175,7 +175,7 @@ TEST(HostCollectives, KeepTheTensorsOfACallThatThreadsMayStillUse) {
         numbers.data(), {10'000}, [&](void*) { freed = true; }, at::kFloat);
     const Collective call{Collective::Kind::kAllReduce, tensor, tensor, ReduceOp::kSum, -1, {}, {}};
     HostCollectives collectives(std::move(board), /*in_one_process=*/true);
-    EXPECT_THAT(error_text<TimeoutError>([&] {
+    EXPECT_THAT(error_of<TimeoutError>([&] {
                   collectives.run(call, {call.name(), tensor.nbytes(), -1, kMaxTag + 1},
                                   Deadline(group->timeout()));
                 }),
@@ -193,7 +193,7 @@ TEST(HostBoard, WaitsForStepsHoweverFarAway) {
   const Deadline deadline(group->timeout());
   board.begin({"all_reduce", 8, -1, kMaxTag + 1}, deadline);
   board.take_steps(3'000'000'000);
-  EXPECT_THAT(error_text<TimeoutError>([&] {
+  EXPECT_THAT(error_of<TimeoutError>([&] {
                 board.await(HostBoard::Progress::kDone, board.take_steps(1), /*rank=*/1);
               }),
               HasSubstr("it waits for rank 1."));

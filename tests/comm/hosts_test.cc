@@ -23,14 +23,14 @@
 namespace smp::comm {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
-class OneIntraOpThread : public testing::Environment {
+class OneIntraOpThread : public ::testing::Environment {
  public:
   void SetUp() override { at::set_num_threads(1); }
 };
-const auto* const kOneIntraOpThread = testing::AddGlobalTestEnvironment(new OneIntraOpThread);
+const auto* const kOneIntraOpThread = ::testing::AddGlobalTestEnvironment(new OneIntraOpThread);
 
 using Hosts = std::vector<int>;
 
@@ -44,11 +44,11 @@ void on_hosts(const Hosts& hosts, const std::function<void(const CommunicatorPtr
       hosts);
 }
 
-class Layouts : public testing::TestWithParam<Hosts> {};
+class Layouts : public ::testing::TestWithParam<Hosts> {};
 INSTANTIATE_TEST_SUITE_P(Hosts, Layouts,
-                         testing::Values(Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}, Hosts{0, 0, 0, 1},
-                                         Hosts{0, 0, 1, 1, 2}, Hosts{0, 1, 2}, Hosts{0, 1, 0, 1},
-                                         Hosts{0, 0, 1, 0}));
+                         ::testing::Values(Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}, Hosts{0, 0, 0, 1},
+                                           Hosts{0, 0, 1, 1, 2}, Hosts{0, 1, 2}, Hosts{0, 1, 0, 1},
+                                           Hosts{0, 0, 1, 0}));
 
 // Sizes below and above the least for the chain, and more than all its buffers hold, which is the
 // same for all types.
@@ -118,7 +118,7 @@ TEST_P(Layouts, CallsAreComparedOnRequest) {
   on_hosts(GetParam(), [](const CommunicatorPtr& world) {
     world->check_collectives(true);
     const bool last = world->rank() == world->size() - 1;
-    EXPECT_THAT(error_text<CommError>([&] {
+    EXPECT_THAT(error_of<CommError>([&] {
                   if (last) {
                     world->barrier();
                   } else {
@@ -136,7 +136,7 @@ TEST_P(Layouts, CallsAreComparedOnRequest) {
 // The errors of a world whose last rank makes another call than the others.
 std::string mismatch_of(const Hosts& hosts,
                         const std::function<void(Communicator& world, bool is_last)>& call) {
-  return error_text<CommError>([&] {
+  return error_of<CommError>([&] {
     on_hosts(hosts, [&](const CommunicatorPtr& world) {
       world->barrier();  // sets up
       call(*world, world->rank() == world->size() - 1);
@@ -202,15 +202,15 @@ TEST(Failures, SumsThatComeTooLateAreWrittenIntoNobodysMemory) {
     const auto all_reduce = [&] { world->all_reduce(at::ones({kElements})); };
     if (world->rank() < 2) {
       await_both(gave_up);
-      EXPECT_THAT(error_text<TimeoutError>(all_reduce), HasSubstr("it waits for rank"));
+      EXPECT_THAT(error_of<TimeoutError>(all_reduce), HasSubstr("it waits for rank"));
       ++came;
       return;
     }
-    EXPECT_THAT(error_text<TimeoutError>(all_reduce), HasSubstr("it waits for rank"));
+    EXPECT_THAT(error_of<TimeoutError>(all_reduce), HasSubstr("it waits for rank"));
     const std::vector<std::vector<std::byte>> others(16, like_a_buffer);
     ++gave_up;
     await_both(came);
-    EXPECT_THAT(others, testing::Each(like_a_buffer));
+    EXPECT_THAT(others, ::testing::Each(like_a_buffer));
   });
 }
 
@@ -276,13 +276,13 @@ std::vector<int64_t> traffic(const Hosts& hosts, int64_t bytes) {
 
 TEST(Traffic, OfTwoHostsIsThatOfARing) {
   const int64_t bytes = 8 << 20;
-  EXPECT_THAT(traffic({0, 0, 1, 1}, bytes), testing::Each(testing::Le(bytes)));
-  EXPECT_THAT(traffic({0, 0, 0, 1}, bytes), testing::Each(testing::Le(bytes)));
+  EXPECT_THAT(traffic({0, 0, 1, 1}, bytes), ::testing::Each(::testing::Le(bytes)));
+  EXPECT_THAT(traffic({0, 0, 0, 1}, bytes), ::testing::Each(::testing::Le(bytes)));
 }
 
 TEST(Traffic, OfThreeHostsIsTwiceTheTensorAtMost) {
   const int64_t bytes = 8 << 20;
-  EXPECT_THAT(traffic({0, 0, 1, 1, 2, 2}, bytes), testing::ElementsAre(bytes, 2 * bytes, bytes));
+  EXPECT_THAT(traffic({0, 0, 1, 1, 2, 2}, bytes), ::testing::ElementsAre(bytes, 2 * bytes, bytes));
 }
 
 }  // namespace

@@ -16,11 +16,11 @@
 namespace smp::comm {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using OperationPtr = std::shared_ptr<Operation>;
 
 // Rank 0 of a group of three, to which rank 1 sends, or the rank named.
-class Receiving : public testing::Test {
+class Receiving : public ::testing::Test {
  protected:
   class MatchingTransport final : public QuietTransport {
    public:

@@ -50,10 +50,10 @@ int MPI_Comm_split_type(MPI_Comm comm, int type, int key, MPI_Info info, MPI_Com
 namespace smp::comm {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 void nothing_is_known_before() {
-  EXPECT_THAT(error_text<UsageError>([] { mpi_local_rank(); }),
+  EXPECT_THAT(error_of<UsageError>([] { mpi_local_rank(); }),
               HasSubstr("mpi_local_rank needs a started MPI. Call make_mpi_world() first."));
 }
 
@@ -62,7 +62,7 @@ void needs_threads() {
   ASSERT_EQ(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), MPI_SUCCESS);
   ASSERT_EQ(provided, MPI_THREAD_MULTIPLE);
   has_threads = false;
-  EXPECT_THAT(error_text<CommError>([] { make_mpi_world(); }),
+  EXPECT_THAT(error_of<CommError>([] { make_mpi_world(); }),
               HasSubstr("MPI offers thread level 2, expected MPI_THREAD_MULTIPLE (3). Use an MPI "
                         "built with thread support"));
   has_threads = true;
@@ -71,7 +71,7 @@ void needs_threads() {
 void needs_tags() {
   greatest_tag = 32767;  // the least that MPI's standard allows
   EXPECT_THAT(
-      error_text<CommError>([] { make_mpi_world(); }),
+      error_of<CommError>([] { make_mpi_world(); }),
       HasSubstr("MPI allows tags up to 32767, expected " + std::to_string(2 * (kMaxTag + 1) - 1) +
                 ". Choose another transport, for example mpirun --mca pml ob1."));
   greatest_tag = 1 << 30;
@@ -79,7 +79,7 @@ void needs_tags() {
 
 void calls_that_fail_are_named() {
   splits = false;
-  EXPECT_THAT(error_text<CommError>([] { make_mpi_world(); }),
+  EXPECT_THAT(error_of<CommError>([] { make_mpi_world(); }),
               HasSubstr("MPI_Comm_split_type failed: MPI_ERR_INTERN: internal error. Run the job "
                         "again; if it fails again, run a plain MPI program"));
   splits = true;
@@ -87,7 +87,7 @@ void calls_that_fail_are_named() {
 
 void ends_the_process_when_others_do_not_come() {
   others_come = false;
-  EXPECT_EXIT(make_mpi_world(std::chrono::milliseconds(200)), testing::ExitedWithCode(1),
+  EXPECT_EXIT(make_mpi_world(std::chrono::milliseconds(200)), ::testing::ExitedWithCode(1),
               "rank 0. MPI has not started within 0.2 s: a rank of the job has not come to "
               "smp::init, or is stopped");
   others_come = true;
@@ -96,7 +96,7 @@ void ends_the_process_when_others_do_not_come() {
 void only_once() {
   EXPECT_EQ(make_mpi_world()->size(), 1);
   finalize_mpi();
-  EXPECT_THAT(error_text<UsageError>([] { make_mpi_world(); }),
+  EXPECT_THAT(error_of<UsageError>([] { make_mpi_world(); }),
               HasSubstr("make_mpi_world after finalize_mpi: MPI can be started only once in a "
                         "process."));
   EXPECT_EQ(MPI_Finalize(), MPI_SUCCESS);  // started here, so not ended by finalize_mpi

@@ -15,15 +15,15 @@ namespace smp::comm {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
-class PointToPoint : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, PointToPoint, testing::ValuesIn(group_sizes()),
-                         testing::PrintToStringParamName());
+class PointToPoint : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, PointToPoint, ::testing::ValuesIn(group_sizes()),
+                         ::testing::PrintToStringParamName());
 
 // Two ranks at the least; a group of one only sends to itself.
-class Pair : public testing::TestWithParam<int> {};
+class Pair : public ::testing::TestWithParam<int> {};
 std::vector<int> sizes_from_two() {
   std::vector<int> sizes;
   for (const int size : group_sizes()) {
@@ -33,8 +33,8 @@ std::vector<int> sizes_from_two() {
   }
   return sizes;
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, Pair, testing::ValuesIn(sizes_from_two()),
-                         testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(Ranks, Pair, ::testing::ValuesIn(sizes_from_two()),
+                         ::testing::PrintToStringParamName());
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Pair);  // a world of one rank has none
 
 TEST_P(PointToPoint, EveryRankExchangesWithEveryRank) {
@@ -139,7 +139,7 @@ TEST_P(Pair, AMessageOfAnotherLengthIsAnErrorThatGivesBoth) {
         group->isend(at::zeros({sent}, at::kByte), 1, 5)->wait();
       } else if (group->rank() == 1) {
         const at::Tensor tensor = at::zeros({8}, at::kByte);
-        EXPECT_THAT(error_text<CommError>([&] { group->recv(tensor, 0, 5); }),
+        EXPECT_THAT(error_of<CommError>([&] { group->recv(tensor, 0, 5); }),
                     AllOf(HasSubstr("irecv of 8 bytes from rank 0 with tag 5 on group 'world'"),
                           HasSubstr("expected a message of 8 bytes from rank 0, got one of " +
                                     std::to_string(sent) + " bytes")));
@@ -156,14 +156,14 @@ TEST_P(Pair, AWaitThatTakesTooLongNamesWhatItWaitsFor) {
       const at::Tensor tensor = at::zeros({10});
       const auto start = std::chrono::steady_clock::now();
       EXPECT_THAT(
-          error_text<TimeoutError>([&] { group->recv(tensor, 1, 77); }),
+          error_of<TimeoutError>([&] { group->recv(tensor, 1, 77); }),
           AllOf(
               HasSubstr("irecv of 40 bytes from rank 1 with tag 77 on group 'world' (here rank 0"),
               HasSubstr("was not complete within the timeout of 0.1 s; it waits for rank 1."),
               HasSubstr("Check that the peer posts the matching call")));
       EXPECT_GE(std::chrono::steady_clock::now() - start, milliseconds(100));
       EXPECT_THAT(
-          error_text<TimeoutError>([&] { group->all_reduce(tensor); }),
+          error_of<TimeoutError>([&] { group->all_reduce(tensor); }),
           AllOf(HasSubstr("all_reduce of 40 bytes on group 'world'"), HasSubstr("waits for rank"),
                 HasSubstr("call the same collectives of this group in the same order")));
     }
@@ -212,7 +212,7 @@ TEST_P(Pair, AReceiveFromAnyRankThatTakesTooLongSaysSo) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     if (group->rank() == 0) {
       group->set_timeout(milliseconds(100));
-      EXPECT_THAT(error_text<TimeoutError>([&] { group->irecv_from_any(number(0), 9)->wait(); }),
+      EXPECT_THAT(error_of<TimeoutError>([&] { group->irecv_from_any(number(0), 9)->wait(); }),
                   AllOf(HasSubstr("irecv of 4 bytes from any rank with tag 9 on group 'world'"),
                         HasSubstr("of 0.1 s; it waits for any rank. Check that the peer posts")));
     }
@@ -222,12 +222,12 @@ TEST_P(Pair, AReceiveFromAnyRankThatTakesTooLongSaysSo) {
 TEST_P(PointToPoint, RefusesBadArguments) {
   on_every_rank(GetParam(), [](const CommunicatorPtr& group) {
     const at::Tensor tensor = at::zeros({2});
-    EXPECT_THAT(error_text<UsageError>([&] { group->isend(tensor, group->size(), 0); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->isend(tensor, group->size(), 0); }),
                 HasSubstr("isend on group 'world': expected destination in 0 to " +
                           std::to_string(group->size() - 1)));
-    EXPECT_THAT(error_text<UsageError>([&] { group->irecv(tensor, -1, 0); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->irecv(tensor, -1, 0); }),
                 HasSubstr("expected source in 0 to "));
-    EXPECT_THAT(error_text<UsageError>([&] { group->irecv(tensor, 0, kMaxTag + 1); }),
+    EXPECT_THAT(error_of<UsageError>([&] { group->irecv(tensor, 0, kMaxTag + 1); }),
                 HasSubstr("expected a tag in 0 to 1048575, got 1048576"));
   });
 }
@@ -254,7 +254,7 @@ TEST_P(Pair, WaitingCostsLittleCpuTime) {
       // On a busy machine the message comes later.
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
       const double used = cpu_seconds() - before;
-      testing::Test::RecordProperty("share_of_a_core", std::to_string(used / waited.count()));
+      ::testing::Test::RecordProperty("share_of_a_core", std::to_string(used / waited.count()));
       EXPECT_LT(used, 0.3 * waited.count());
     }
     group->barrier();

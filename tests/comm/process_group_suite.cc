@@ -22,12 +22,12 @@ namespace smp::comm {
 namespace {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
-class ProcessGroup : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, ProcessGroup, testing::ValuesIn(group_sizes()),
-                         testing::PrintToStringParamName());
+class ProcessGroup : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, ProcessGroup, ::testing::ValuesIn(group_sizes()),
+                         ::testing::PrintToStringParamName());
 
 void on_every_process_group(int size, const std::function<void(const Group&)>& body) {
   on_every_rank(size, [&body](const CommunicatorPtr& world) {
@@ -156,7 +156,7 @@ TEST_P(ProcessGroup, CoalescedForms) {
     EXPECT_EQ(backend->getSequenceNumberForGroup(), 3U);
     flat.pop_back();
     EXPECT_THAT(
-        error_text<c10::Error>([&] { backend->allgather_into_tensor_coalesced(flat, inputs); }),
+        error_of<c10::Error>([&] { backend->allgather_into_tensor_coalesced(flat, inputs); }),
         HasSubstr("': expected 2 outputs, got 1."));
   });
 }
@@ -304,7 +304,7 @@ TEST_P(ProcessGroup, TensorsMayBePermuted) {
 TEST_P(ProcessGroup, RefusesTensorsWithGaps) {
   on_every_process_group(GetParam(), [](const Group& group) {
     std::vector<at::Tensor> tensors = {at::ones({8}).slice(0, 0, 8, 2)};
-    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(tensors); }),
+    EXPECT_THAT(error_of<c10::Error>([&] { group->allreduce(tensors); }),
                 HasSubstr("expected tensor to be contiguous, got sizes [4] with strides [2]"));
   });
 }
@@ -333,7 +333,7 @@ TEST_P(ProcessGroup, AWaitMayHaveATimeoutOfItsOwn) {
     const auto receive = group->recv(in, group->getRank(), 0);
     const auto start = std::chrono::steady_clock::now();
     EXPECT_THAT(
-        error_text<TimeoutError>([&] { receive->wait(std::chrono::milliseconds(50)); }),
+        error_of<TimeoutError>([&] { receive->wait(std::chrono::milliseconds(50)); }),
         AllOf(HasSubstr("c10d recv on group 'world:c10d' was not complete within the timeout of "),
               HasSubstr("of 0.05 s that its wait was given. Check that the other ranks")));
     EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(50));
@@ -377,7 +377,7 @@ TEST_P(ProcessGroup, ProfilersSeeItsCalls) {
     group->broadcast(tensors)->wait();
     at::removeCallback(handle);
     group->allreduce(tensors)->wait();
-    EXPECT_THAT(seen, testing::ElementsAre("smp:all_reduce", "smp:broadcast"));
+    EXPECT_THAT(seen, ::testing::ElementsAre("smp:all_reduce", "smp:broadcast"));
   });
 }
 
@@ -390,7 +390,7 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
 #else
     scaled.reduceOp = c10d::makePreMulSum(2.0);
 #endif
-    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(tensors, scaled); }),
+    EXPECT_THAT(error_of<c10::Error>([&] { group->allreduce(tensors, scaled); }),
                 HasSubstr("expected SUM, AVG, MIN, MAX, PRODUCT, BAND, BOR or BXOR, got "
                           "c10d::ReduceOp number 8"));
     std::vector<std::vector<at::Tensor>> few = {{}};
@@ -398,22 +398,22 @@ TEST_P(ProcessGroup, RefusesWhatItDoesNotHave) {
     std::vector<at::Tensor> integers = {at::ones({2}, at::kInt)};
     c10d::AllreduceOptions average;
     average.reduceOp = c10d::ReduceOp::AVG;
-    EXPECT_THAT(error_text<c10::Error>([&] { group->allgather(few, tensors); }),
+    EXPECT_THAT(error_of<c10::Error>([&] { group->allgather(few, tensors); }),
                 HasSubstr("expected one output tensor for each of the"));
-    EXPECT_THAT(error_text<c10::Error>([&] { group->allgather(none, tensors); }),
+    EXPECT_THAT(error_of<c10::Error>([&] { group->allgather(none, tensors); }),
                 HasSubstr("': expected one list of output tensors, got 0."));
-    EXPECT_THAT(error_text<c10::Error>([&] { group->allreduce(integers, average); }),
+    EXPECT_THAT(error_of<c10::Error>([&] { group->allreduce(integers, average); }),
                 HasSubstr("average is not defined for Int. Sum and divide, or convert"));
     at::Tensor output = at::zeros({2});
     at::Tensor input = at::zeros({2 * group->getSize() + 1});
-    EXPECT_THAT(error_text<c10::Error>([&] { group->_reduce_scatter_base(output, input); }),
+    EXPECT_THAT(error_of<c10::Error>([&] { group->_reduce_scatter_base(output, input); }),
                 HasSubstr("reduce_scatter on group 'world:c10d': expected an input of " +
                           std::to_string(group->getSize()) + " x 2 elements of Float, got "));
     at::Tensor rows = at::zeros({group->getSize()});
     std::vector<int64_t> even;
     std::vector<int64_t> uneven(group->getSize(), 5);
     EXPECT_THAT(
-        error_text<c10::Error>([&] { group->alltoall_base(rows, input, even, uneven); }),
+        error_of<c10::Error>([&] { group->alltoall_base(rows, input, even, uneven); }),
         AllOf(HasSubstr("c10d alltoall_base on group '"),
               HasSubstr("rows of the input do not divide into [5"),
               HasSubstr("], one number for each of the " + std::to_string(group->getSize()))));

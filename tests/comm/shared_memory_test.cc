@@ -33,12 +33,14 @@
 #include "comm/shm/slot_queue.h"
 #include "core/check.h"
 #include "tests/comm/quiet_transport.h"
+#include "tests/error_of.h"
 #include "tests/process_entries.h"
 #include "tests/temp_folder.h"
 
 namespace smp::comm {
 namespace {
 
+using smp::testing::error_of;
 using smp::testing::open_descriptors;
 using std::chrono::milliseconds;
 using ::testing::HasSubstr;
@@ -391,15 +393,6 @@ class ChannelToAProcess : public ::testing::Test {
     return make_shared_receiver(memory_, kSpec, wait("channel receive", peer));
   }
 
-  static std::string error_of(const std::function<void()>& call) {
-    try {
-      call();
-    } catch (const CommError& error) {
-      return error.what();
-    }
-    return "no error";
-  }
-
   inline static const ChannelSpec kSpec{1, 5, 1000, 1, 1};
   const std::shared_ptr<QuietTransport> transport_ =
       std::make_shared<QuietTransport>(/*has_core_for_each_rank=*/false);
@@ -419,7 +412,7 @@ TEST_F(ChannelToAProcess, AKilledSenderEndsTheWaitAfterWhatItHasSent) {
   });
   const auto in = receiver(child.id());
   EXPECT_TRUE(in->receive().eq(9).all().item<bool>());
-  EXPECT_THAT(error_of([&] { in->receive(); }),
+  EXPECT_THAT(error_of<CommError>([&] { in->receive(); }),
               HasSubstr("channel receive of 1000 bytes from rank 5 with tag 5 on group 'pair' "
                         "(here rank 2) failed: the process of rank 5 has ended"));
 }
@@ -435,7 +428,7 @@ TEST_F(ChannelToAProcess, AKilledReceiverEndsTheWaitForASlot) {
     std::this_thread::sleep_for(milliseconds(200));
     child.kill();
   });
-  EXPECT_THAT(error_of([&] { out->prepare(); }),
+  EXPECT_THAT(error_of<CommError>([&] { out->prepare(); }),
               HasSubstr("channel send of 1000 bytes to rank 5 with tag 5 on group 'pair' (here "
                         "rank 2) failed: the process of rank 5 has ended"));
   killer.join();
@@ -450,8 +443,8 @@ TEST_F(ChannelToAProcess, AnAbortEndsWaitsNowAndLater) {
   });
   const auto expected =
       HasSubstr("rank 1 failed: disk full [noticed by channel receive of 1000 bytes from rank 5");
-  EXPECT_THAT(error_of([&] { in->receive(); }), expected);
-  EXPECT_THAT(error_of([&] { in->receive(); }), expected);
+  EXPECT_THAT(error_of<CommError>([&] { in->receive(); }), expected);
+  EXPECT_THAT(error_of<CommError>([&] { in->receive(); }), expected);
   aborter.join();
 }
 

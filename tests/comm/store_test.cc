@@ -30,8 +30,8 @@ namespace smp::comm {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
@@ -65,14 +65,14 @@ TEST(StoreWorld, EveryRankIsToldWhoHasNotCome) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   as_threads(2, [&](int rank) {
     EXPECT_THAT(
-        error_text<TimeoutError>([&] { make_store_world(store, rank, 4, milliseconds(1200)); }),
+        error_of<TimeoutError>([&] { make_store_world(store, rank, 4, milliseconds(1200)); }),
         HasSubstr("ranks 2, 3 of 4 have not come within 1.2 s. Start as many processes as"));
   });
 }
 
 TEST(StoreWorld, RefusesARankThatIsNone) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  EXPECT_THAT(error_text<UsageError>([&] { join(store, 2, 2); }),
+  EXPECT_THAT(error_of<UsageError>([&] { join(store, 2, 2); }),
               HasSubstr("make_store_world: expected a rank in 0 to 1, got 2"));
 }
 
@@ -101,7 +101,7 @@ TEST(StoreWorld, NamesARankThatCannotBeReached) {
   leave(*job_at(store), "job", "2 ranks of job ");
   leave_record(*first_meeting_at(store), 0);
   leave(*first_meeting_at(store), "number", "7");
-  EXPECT_THAT(error_text<CommError>([&] { make_store_world(store, 1, 2, milliseconds(500)); }),
+  EXPECT_THAT(error_of<CommError>([&] { make_store_world(store, 1, 2, milliseconds(500)); }),
               AllOf(HasSubstr("rank 1 cannot reach rank 0 on host mars: "),
                     HasSubstr("no connection to 127.0.0.1 port 1: Connection refused. Check that "
                               "its process lives")));
@@ -110,21 +110,21 @@ TEST(StoreWorld, NamesARankThatCannotBeReached) {
 TEST(StoreWorld, NamesARankThatDoesNotConnect) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   leave_record(*first_meeting_at(store), 1);
-  EXPECT_THAT(error_text<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(200)); }),
+  EXPECT_THAT(error_of<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(200)); }),
               HasSubstr("rank 0 was not connected to by rank 1. Look at the output of these"));
 }
 
 TEST(StoreWorld, RefusesWhatIsNoAddressOfARank) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   leave(*first_meeting_at(store), "rank/1", "evil");
-  EXPECT_THAT(error_text<CommError>([&] { join(store, 0, 2); }),
+  EXPECT_THAT(error_of<CommError>([&] { join(store, 0, 2); }),
               HasSubstr("what rank 1 has left in the store is no address of a rank. Something else "
                         "uses the store: choose another MASTER_PORT"));
   const StorePtr other = c10::make_intrusive<c10d::HashStore>();
   leave(*job_at(other), "job", "2 ranks of job ");
   leave_record(*first_meeting_at(other), 0);
   leave(*first_meeting_at(other), "number", "evil");
-  EXPECT_THAT(error_text<CommError>([&] { join(other, 1, 2); }),
+  EXPECT_THAT(error_of<CommError>([&] { join(other, 1, 2); }),
               HasSubstr("the number of the world that rank 0 has left in the store is none."));
 }
 
@@ -133,11 +133,11 @@ TEST(StoreWorld, RanksOfAnotherJobDoNotJoin) {
   leave(*job_at(store), "job", "2 ranks of job A");
   const Variables own({{"SMP_JOB_ID", "B"}});
   EXPECT_THAT(
-      error_text<CommError>([&] { join(store, 1, 2); }),
+      error_of<CommError>([&] { join(store, 1, 2); }),
       HasSubstr("rank 1 is one of 2 ranks of job B, but rank 0, which it meets at the "
                 "store, is one of 2 ranks of job A. Give each job a MASTER_PORT of its own"));
   setenv("SMP_JOB_ID", "A", 1);
-  EXPECT_THAT(error_text<CommError>([&] { join(store, 1, 3); }),
+  EXPECT_THAT(error_of<CommError>([&] { join(store, 1, 3); }),
               HasSubstr("rank 1 is one of 3 ranks of job A, but rank 0"));
 }
 
@@ -146,7 +146,7 @@ TEST(StoreWorld, TwoProcessesAreNotOneRank) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   leave(*job_at(store), "process/1", "process 7 on host mars, number 9");
   as_threads(2, [&](int rank) {
-    EXPECT_THAT(error_text<CommError>([&] { join(store, rank, 3); }),
+    EXPECT_THAT(error_of<CommError>([&] { join(store, rank, 3); }),
                 AllOf(HasSubstr("two processes have come as rank 1: process 7 on host mars, number "
                                 "9, and process "),
                       HasSubstr(". Give each job a MASTER_PORT of its own, and each process a "
@@ -175,7 +175,7 @@ class StoppedStore final : public c10d::HashStore {
 
 TEST(StoreWorld, AStoreThatIsStoppedIsNotWaitedForLonger) {
   const auto store = c10::make_intrusive<StoppedStore>();
-  EXPECT_THAT(error_text<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(100)); }),
+  EXPECT_THAT(error_of<TimeoutError>([&] { make_store_world(store, 0, 2, milliseconds(100)); }),
               HasSubstr("the meeting of the ranks: the store has not answered within the time-out. "
                         "The process that opened it, mostly rank 0, is stopped"));
   store->go_on.set_value();
@@ -202,7 +202,7 @@ TEST(StoreWorld, SaysThatItHasTooFewDescriptors) {
   const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::thread first([&] {
-    EXPECT_THAT(error_text<CommError>([&] { join(store, 0, 2); }),
+    EXPECT_THAT(error_of<CommError>([&] { join(store, 0, 2); }),
                 HasSubstr("a connection cannot be taken: Too many open files. Raise the limit of "
                           "open files (ulimit -n)"));
   });
@@ -226,7 +226,7 @@ TEST(StoreWorld, StrangersKeepNobodyWaiting) {
   const std::string record = first_meeting_at(store)->get_to_str("rank/0");
   std::vector<int> strangers;
   for (int i = 0; i < 10; ++i) strangers.push_back(connect_silently(record));
-  EXPECT_THAT(strangers, testing::Each(testing::Ge(0)));
+  EXPECT_THAT(strangers, ::testing::Each(::testing::Ge(0)));
   EXPECT_EQ(connect_silently(record, "127.0.0.2"), -1) << "it listens on one address only";
   EXPECT_EQ(join(store, 1, 2)->size(), 2);
   first.join();
@@ -241,7 +241,7 @@ TEST(StoreWorld, ManyStrangersKeepNobodyOut) {
   const std::string record = first_meeting_at(store)->get_to_str("rank/0");
   std::vector<int> strangers;
   for (int i = 0; i < 200; ++i) strangers.push_back(connect_silently(record));
-  EXPECT_THAT(strangers, testing::Each(testing::Ge(0)));
+  EXPECT_THAT(strangers, ::testing::Each(::testing::Ge(0)));
   rlimit before{};
   getrlimit(RLIMIT_NOFILE, &before);
   const rlimit few{static_cast<rlim_t>(strangers.back()) + 100, before.rlim_max};
@@ -262,19 +262,19 @@ TEST(StoreWorld, SaysNothingWhileItWaits) {
   options.port = store->getPort();
   options.isServer = false;
   const auto other = c10::make_intrusive<c10d::TCPStore>("localhost", options);
-  testing::internal::CaptureStderr();
+  ::testing::internal::CaptureStderr();
   std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
   std::this_thread::sleep_for(milliseconds(1200));  // twice as long as one looks at a time
   EXPECT_EQ(join(other, 1, 2)->size(), 2);
   first.join();
-  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(StoreWorld, UsesTheNetworkInterfaceNamed) {
   using Pairs = std::vector<std::pair<std::string, std::string>>;
   const Variables none(Pairs{{"SMP_SOCKET_IFNAME", "nosuch0"}});
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  EXPECT_THAT(error_text<CommError>([&] { join(store, 0, 1); }),
+  EXPECT_THAT(error_of<CommError>([&] { join(store, 0, 1); }),
               HasSubstr("SMP_SOCKET_IFNAME: the network interface nosuch0 has no address."));
   setenv("SMP_SOCKET_IFNAME", "lo", 1);
   EXPECT_EQ(join(store, 0, 1)->size(), 1);
@@ -298,7 +298,7 @@ TEST(StoreWorld, GroupsNeedTheStore) {
   const CommunicatorPtr world = join(store, 0, 1);
   store->lost = true;
   EXPECT_THAT(
-      error_text<CommError>([&] { world->split({0}, "alone"); }),
+      error_of<CommError>([&] { world->split({0}, "alone"); }),
       AllOf(HasSubstr("split of group 'world': the store does not answer: connection"),
             HasSubstr(". It ends with the process that opened it, mostly rank 0: look at the")));
 }
@@ -336,7 +336,7 @@ TEST(StoreWorld, TheSameProcessesMayMeetAgain) {
 TEST(StoreWorld, HasTheNameThatItIsGiven) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   const CommunicatorPtr world = make_store_world(store, 0, 1, std::chrono::seconds(30), "rows[4]");
-  EXPECT_THAT(error_text<UsageError>([&] { world->broadcast(at::ones({1}), 1); }),
+  EXPECT_THAT(error_of<UsageError>([&] { world->broadcast(at::ones({1}), 1); }),
               HasSubstr("broadcast on group 'rows[4]': expected root in 0 to 0, got 1."));
 }
 
@@ -368,9 +368,9 @@ TEST(StoreWorld, AnAbortEndsTheWaitsOfAll) {
       world->abort("disk full");
       return;
     }
-    EXPECT_THAT(error_text<CommError>([&] { world->recv(at::zeros({2}), 2 - rank, 0); }),
+    EXPECT_THAT(error_of<CommError>([&] { world->recv(at::zeros({2}), 2 - rank, 0); }),
                 AllOf(HasSubstr("rank 1 failed: disk full"), HasSubstr("[noticed by irecv of 8 ")));
-    EXPECT_THAT(error_text<CommError>([&] { world->barrier(); }), HasSubstr("disk full"));
+    EXPECT_THAT(error_of<CommError>([&] { world->barrier(); }), HasSubstr("disk full"));
   });
 }
 
@@ -432,8 +432,8 @@ TEST(StoreWorld, ARankThatHasEndedIsNamedToWhoWaitsForIt) {
       world->recv(tensor, 2, 7);  // sent before
       EXPECT_TRUE(same_bits(tensor, at::full({2}, 2, at::kInt)));
       const std::string departed = "rank 2 of the world has ended its part of the job";
-      EXPECT_THAT(error_text<CommError>([&] { world->recv(tensor, 2, 7); }), HasSubstr(departed));
-      EXPECT_THAT(error_text<CommError>([&] { world->send(tensor, 2, 7); }), HasSubstr(departed));
+      EXPECT_THAT(error_of<CommError>([&] { world->recv(tensor, 2, 7); }), HasSubstr(departed));
+      EXPECT_THAT(error_of<CommError>([&] { world->send(tensor, 2, 7); }), HasSubstr(departed));
       world->send(tensor, 1, 8);
     } else {
       world->recv(tensor, 0, 8);
@@ -458,17 +458,17 @@ TEST(StoreWorld, LongMessagesBothWaysBeforeAnyReceive) {
 TEST(Torchrun, NeedsAllVariables) {
   const Variables some({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "localhost"}});
   EXPECT_TRUE(under_torchrun());
-  EXPECT_THAT(error_text<ConfigError>([] { meeting_place(); }),
+  EXPECT_THAT(error_of<ConfigError>([] { meeting_place(); }),
               HasSubstr("RANK and WORLD_SIZE are set, but MASTER_PORT is not: expected the"));
 }
 
 TEST(Torchrun, RefusesNumbersThatAreNone) {
   const Variables all(
       {{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "http"}});
-  EXPECT_THAT(error_text<ConfigError>([] { meeting_place(); }),
+  EXPECT_THAT(error_of<ConfigError>([] { meeting_place(); }),
               HasSubstr("the environment variable RANK: expected a number in 0 to 1, got 2."));
   setenv("RANK", "1", 1);
-  EXPECT_THAT(error_text<ConfigError>([] { meeting_place(); }),
+  EXPECT_THAT(error_of<ConfigError>([] { meeting_place(); }),
               HasSubstr("the environment variable MASTER_PORT: expected a number in 1 to 65535"));
 }
 
@@ -482,18 +482,18 @@ TEST(Torchrun, SaysWhyThereIsNoStore) {
                        {"WORLD_SIZE", "2"},
                        {"MASTER_ADDR", "localhost"},
                        {"MASTER_PORT", std::to_string(other->getPort())}});
-  EXPECT_THAT(error_text<CommError>([] { make_torchrun_world(milliseconds(500)); }),
+  EXPECT_THAT(error_of<CommError>([] { make_torchrun_world(milliseconds(500)); }),
               AllOf(HasSubstr("rank 0 cannot open the store at localhost port"),
                     HasSubstr("Choose another MASTER_PORT if it is in use.")));
   setenv("RANK", "1", 1);
   setenv("MASTER_PORT", "1", 1);
   // On a busy machine c10d may say only after that time that no process listens.
   EXPECT_THAT(
-      error_text<CommError>([] { make_torchrun_world(milliseconds(500)); }),
-      testing::AnyOf(AllOf(HasSubstr("rank 1 cannot reach the store at localhost port 1"),
-                           HasSubstr("Check that rank 0 has started and")),
-                     HasSubstr("rank 1 has had no answer from the store at localhost port 1 ")));
-  EXPECT_THAT(error_text<UsageError>([] { torchrun_local_rank(); }),
+      error_of<CommError>([] { make_torchrun_world(milliseconds(500)); }),
+      ::testing::AnyOf(AllOf(HasSubstr("rank 1 cannot reach the store at localhost port 1"),
+                             HasSubstr("Check that rank 0 has started and")),
+                       HasSubstr("rank 1 has had no answer from the store at localhost port 1 ")));
+  EXPECT_THAT(error_of<UsageError>([] { torchrun_local_rank(); }),
               HasSubstr("needs the world of torchrun's variables"));
 }
 
@@ -519,7 +519,7 @@ TEST(Torchrun, MeetsAtAnotherPort) {
   served->set("key", "value");
   EXPECT_EQ(reached->get_to_str("key"), "value");
   setenv("RANK", "0", 1);
-  EXPECT_THAT(error_text<CommError>([&] { open_torchrun_store(milliseconds(500), port); }),
+  EXPECT_THAT(error_of<CommError>([&] { open_torchrun_store(milliseconds(500), port); }),
               AllOf(HasSubstr("(MASTER_ADDR, \"ddp_port\")"),
                     HasSubstr("Choose another \"ddp_port\" if it is in use.")));
 }
@@ -539,9 +539,10 @@ TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
                        {"WORLD_SIZE", "2"},
                        {"MASTER_ADDR", "127.0.0.1"},
                        {"MASTER_PORT", std::to_string(ntohs(address.sin_port))}});
-  EXPECT_THAT(error_text<CommError>([] { make_torchrun_world(milliseconds(300)); }),
-              testing::AnyOf(HasSubstr("rank 1 has had no answer from the store at 127.0.0.1 port"),
-                             HasSubstr("rank 1 cannot reach the store at 127.0.0.1 port")));
+  EXPECT_THAT(
+      error_of<CommError>([] { make_torchrun_world(milliseconds(300)); }),
+      ::testing::AnyOf(HasSubstr("rank 1 has had no answer from the store at 127.0.0.1 port"),
+                       HasSubstr("rank 1 cannot reach the store at 127.0.0.1 port")));
   close(silent);
 }
 
@@ -560,7 +561,7 @@ void meet_once() {
   EXPECT_EQ(make_torchrun_world()->size(), 1);
   EXPECT_EQ(torchrun_local_size(), 1);
   finalize_torchrun_world();
-  EXPECT_THAT(error_text<UsageError>([] { make_torchrun_world(); }),
+  EXPECT_THAT(error_of<UsageError>([] { make_torchrun_world(); }),
               HasSubstr("make_torchrun_world after finalize_torchrun_world: the processes meet"));
 }
 
@@ -570,7 +571,7 @@ TEST(Torchrun, MeetsOnce) {
     meet_once();
     _exit(::testing::Test::HasFailure() ? 1 : 0);
   };
-  EXPECT_EXIT(alone(), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(alone(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "tests/error_of.h"
 
 namespace smp::comm {
 
@@ -83,16 +84,6 @@ inline std::vector<at::Tensor> values_of_all(int size, int64_t elements, at::Sca
   return parts;
 }
 
-/// The text of the exception `E` that `call` throws; another exception or none is an empty text.
-template <class E, class Call>
-std::string error_text(const Call& call) {
-  try {
-    call();
-  } catch (const E& e) {
-    return e.what();
-  } catch (...) {
-  }
-  return "";
-}
+using smp::testing::error_of;
 
 }  // namespace smp::comm

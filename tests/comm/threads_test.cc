@@ -19,15 +19,15 @@
 namespace smp::comm {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::StartsWith;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
-class OneIntraOpThread : public testing::Environment {
+class OneIntraOpThread : public ::testing::Environment {
  public:
   void SetUp() override { at::set_num_threads(1); }
 };
-const auto* const kOneIntraOpThread = testing::AddGlobalTestEnvironment(new OneIntraOpThread);
+const auto* const kOneIntraOpThread = ::testing::AddGlobalTestEnvironment(new OneIntraOpThread);
 
 TEST(ThreadWorld, SendCopiesAtOnce) {
   const auto ranks = make_thread_world(2);
@@ -41,7 +41,7 @@ TEST(ThreadWorld, SendCopiesAtOnce) {
 }
 
 TEST(ThreadWorld, NeedsARank) {
-  EXPECT_THAT(error_text<UsageError>([] { make_thread_world(0); }),
+  EXPECT_THAT(error_of<UsageError>([] { make_thread_world(0); }),
               HasSubstr("expected at least 1 rank, got 0"));
 }
 
@@ -56,11 +56,11 @@ TEST(ThreadWorld, AbortEndsWaitsOfAllGroupsNowAndLater) {
       half->abort("disk full");
       half->abort("a later reason");
     } else {
-      EXPECT_THAT(error_text<CommError>([&] { half->recv(tensor, 1 - half->rank(), 0); }),
+      EXPECT_THAT(error_of<CommError>([&] { half->recv(tensor, 1 - half->rank(), 0); }),
                   AllOf(HasSubstr("rank 3 failed: disk full"),
                         HasSubstr("[noticed by irecv of 8 bytes from rank ")));
     }
-    EXPECT_THAT(error_text<CommError>([&] { world->barrier(); }),
+    EXPECT_THAT(error_of<CommError>([&] { world->barrier(); }),
                 HasSubstr("rank 3 failed: disk full"));
     EXPECT_TRUE(world->irecv(tensor, 0, 0)->test());
     ++ended;
@@ -77,7 +77,7 @@ TEST(RunRanks, RethrowsTheCauseWithItsType) {
       world->barrier();
     });
   };
-  EXPECT_EQ(error_text<std::out_of_range>(run), "boom");
+  EXPECT_EQ(error_of<std::out_of_range>(run), "boom");
 }
 
 TEST(RunRanks, TheOthersSeeTheCauseInTheirWait) {
@@ -85,13 +85,13 @@ TEST(RunRanks, TheOthersSeeTheCauseInTheirWait) {
   const auto run = [&] {
     run_ranks(3, [&](const CommunicatorPtr& world) {
       SMP_CHECK_WITH(ConfigError, world->rank() != 1, "a bad file");
-      const std::string text = error_text<CommError>([&] { world->barrier(); });
+      const std::string text = error_of<CommError>([&] { world->barrier(); });
       EXPECT_THAT(text, StartsWith("[smp rank " + std::to_string(world->rank()) +
                                    "] rank 1 failed: [smp rank 1] a bad file"));
       ++seen;
     });
   };
-  EXPECT_EQ(error_text<ConfigError>(run), "[smp rank 1] a bad file");
+  EXPECT_EQ(error_of<ConfigError>(run), "[smp rank 1] a bad file");
   EXPECT_EQ(seen, 2);
 }
 
@@ -116,7 +116,7 @@ TEST(RunRanksDeathTest, RanksHaveTheIntraOpThreadsOfTheProgram) {
     run_ranks(1, [&](const CommunicatorPtr&) { got = kernel_gradient(x, slope); });
     std::exit(at::equal(got, kernel_gradient(x, slope)) ? 0 : 1);
   };
-  EXPECT_EXIT(compare(), testing::ExitedWithCode(0), "");
+  EXPECT_EXIT(compare(), ::testing::ExitedWithCode(0), "");
   before == nullptr ? unsetenv("OMP_NUM_THREADS") : setenv("OMP_NUM_THREADS", before, 1);
 }
 

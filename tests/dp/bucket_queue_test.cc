@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "smp/error.h"
-#include "tests/dp/error_of.h"
+#include "tests/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -78,7 +78,7 @@ TEST(BucketQueue, NamesTheBucketInErrors) {
   const auto fails = [](size_t) -> WorkPtr { throw CommError("rank 1 failed"); };
   BucketQueue queue({{2, 1}, {0}}, {"a", "b", "c"},
                     {fails, "a test reduced", ". Be patient", /*awaits_all=*/false});
-  EXPECT_EQ(testing::error_of<CommError>([&] { queue.start_ready(); }),
+  EXPECT_EQ(smp::testing::error_of<CommError>([&] { queue.start_ready(); }),
             "rank 1 failed [while a test reduced bucket 1 of 2: c ... b. Be patient]");
 }
 

@@ -113,7 +113,7 @@ TEST(CommHooks, AreGivenTheBuckets) {
 }
 
 TEST(CommHooks, OnlyOne) {
-  const auto text = error_of([] {
+  const auto text = smp::testing::error_of<std::exception>([] {
     comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
       DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
       model.register_comm_hook(fp16_compress_hook);
@@ -268,7 +268,8 @@ TEST(PowerSGD, ErrorFeedbackLosesNothing) {
 }
 
 TEST(PowerSGD, RefusesToStartBeforeBucketsAreRebuilt) {
-  const auto text = error_of([] { power_sgd_hook(PowerSGDOptions().start_iter(1)); });
+  const auto text = smp::testing::error_of<std::exception>(
+      [] { power_sgd_hook(PowerSGDOptions().start_iter(1)); });
   EXPECT_NE(text.find("start_iter of 2 or more, got 1 and 1"), std::string::npos) << text;
 }
 

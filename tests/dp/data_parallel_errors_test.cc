@@ -15,7 +15,7 @@ using namespace testing;
 
 /// The first error of some rank thread.
 std::string error_of_ranks(int ranks, const std::function<void(comm::CommunicatorPtr)>& body) {
-  return error_of([&] { comm::run_ranks(ranks, body); });
+  return smp::testing::error_of<std::exception>([&] { comm::run_ranks(ranks, body); });
 }
 
 #define EXPECT_HAS(text, part) EXPECT_NE((text).find(part), std::string::npos) << (text)
@@ -94,7 +94,8 @@ TEST(DistributedDataParallelErrors, Misuse) {
   const auto text = [&](const std::function<void(comm::CommunicatorPtr)>& body) {
     return error_of_ranks(1, body);
   };
-  EXPECT_HAS(error_of([] { Model model{Mlp()}; }), "smp is not initialised; call smp::init");
+  EXPECT_HAS(smp::testing::error_of<std::exception>([] { Model model{Mlp()}; }),
+             "smp is not initialised; call smp::init");
   EXPECT_HAS(text([](const auto& world) {
                Model model(nullptr, DDPOptions().process_group(group_of(world)));
              }),
@@ -125,7 +126,7 @@ TEST(DistributedDataParallelErrors, Misuse) {
 /// One rank has a batch less; the other waits in vain and says for which. Without buffers that is
 /// rank 0; with them, rank 1 waits for those of rank 0.
 TEST(DistributedDataParallelErrors, ModulesOfADistributedModel) {
-  const auto text = error_of([] {
+  const auto text = smp::testing::error_of<std::exception>([] {
     run_as_threads(1, Config(), [] {
       Mlp net;
       const DistributedModel<Mlp> model(net);

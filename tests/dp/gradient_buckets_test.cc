@@ -9,8 +9,8 @@
 
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
-#include "tests/dp/error_of.h"
 #include "tests/dp/summed_gradients.h"
+#include "tests/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -83,14 +83,14 @@ TEST(GradientBuckets, RefusesShardsThatDoNotFit) {
   comm::run_ranks(2, [](const comm::CommunicatorPtr& group) {
     BucketOptions options;
     options.gradient_shards = 3;
-    const auto text = testing::error_of<Error>(
+    const auto text = smp::testing::error_of<Error>(
         [&] { GradientBuckets(make_parameters(), kNames, group, options); });
     EXPECT_NE(text.find("expected a multiple of the number of replicas (2), got 3"),
               std::string::npos)
         << text;
     options.gradient_shards = 4;
     options.microbatches = 3;
-    const auto other = testing::error_of<Error>(
+    const auto other = smp::testing::error_of<Error>(
         [&] { GradientBuckets(make_parameters(), kNames, group, options); });
     EXPECT_NE(other.find("\"microbatches\": expected a multiple of the gradient shards"),
               std::string::npos)
@@ -118,7 +118,7 @@ TEST(GradientBuckets, TakeOtherNumbersOfMicrobatches) {
     // Two shards each, whose sums go ((1e8 + 1) - 1e8) + 1 in float32, which has no 1e8 + 1.
     expect_mean({group->rank() == 0 ? 1e8 : -1e8, 1}, 4, 1. / 4);
     expect_mean({1, 2, 3, 4}, 8, 20. / 8);
-    const auto text = testing::error_of<Error>([&] { buckets.set_microbatches(3, 6); });
+    const auto text = smp::testing::error_of<Error>([&] { buckets.set_microbatches(3, 6); });
     EXPECT_NE(text.find("expected a multiple of the gradient shards of a replica (2), got 3"),
               std::string::npos)
         << text;
@@ -128,7 +128,7 @@ TEST(GradientBuckets, TakeOtherNumbersOfMicrobatches) {
 TEST(GradientBuckets, RefusesSparseGradients) {
   comm::run_ranks(1, [](const comm::CommunicatorPtr& group) {
     GradientBuckets buckets(make_parameters(), kNames, group, {});
-    const auto text = testing::error_of<Error>([&] {
+    const auto text = smp::testing::error_of<Error>([&] {
       buckets.add(0, 0, at::zeros({5, 3}).to_sparse());
     });
     EXPECT_NE(text.find("parameter \"a\" has a sparse gradient"), std::string::npos) << text;
@@ -228,7 +228,8 @@ TEST(GradientBuckets, NoGradientComesTooLate) {
   comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
     GradientBuckets buckets(make_parameters(), kNames, group, {});
     buckets.start_complete();
-    const auto text = testing::error_of([&] { buckets.add(1, 0, at::ones({7})); });
+    const auto text =
+        smp::testing::error_of<std::exception>([&] { buckets.add(1, 0, at::ones({7})); });
     EXPECT_NE(text.find("parameter \"b\" got a gradient of microbatch 0 when its bucket was being"),
               std::string::npos)
         << text;
@@ -285,13 +286,13 @@ TEST(GradientBuckets, GradientsAreViewsOfBuckets) {
 
 TEST(GradientBuckets, ARankThatFailsDuringAReductionIsNamed) {
   std::string text;
-  testing::error_of([&] {
+  smp::testing::error_of<std::exception>([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
       BucketOptions options;
       options.gradient_shards = 2;
       GradientBuckets buckets(make_parameters(), kNames, group, options);
       if (group->rank() == 1) throw Error("out of luck");
-      text = testing::error_of([&] {
+      text = smp::testing::error_of<std::exception>([&] {
         buckets.add(0, 0, at::ones({5, 3}));
         buckets.reduce();
         buckets.finish();

@@ -147,7 +147,7 @@ TEST(JoinErrors, EarlyTerminationEndsTrainingEverywhere) {
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
     const int rank = world->rank();
     DistributedDataParallel<Mlp> model(modules[rank], DDPOptions().process_group(group_of(world)));
-    texts[rank] = error_of([&] {
+    texts[rank] = smp::testing::error_of<std::exception>([&] {
       const auto guard = model.join(JoinOptions().throw_on_early_termination(true));
       for (int step = 0; step < 2 + rank; ++step) kOnePass(model, make_batch({}, rank, step, 0));
     });
@@ -160,7 +160,7 @@ TEST(JoinErrors, EarlyTerminationEndsTrainingEverywhere) {
 }
 
 TEST(JoinErrors, OneInsideOfAnother) {
-  const auto text = error_of([] {
+  const auto text = smp::testing::error_of<std::exception>([] {
     comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
       DistributedDataParallel<Mlp> model(Mlp(), DDPOptions().process_group(group_of(world)));
       const auto guard = model.join();

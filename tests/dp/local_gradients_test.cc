@@ -9,8 +9,8 @@
 
 #include "comm/threads/run_ranks.h"
 #include "dp/gradient_buckets.h"
-#include "tests/dp/error_of.h"
 #include "tests/dp/summed_gradients.h"
+#include "tests/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -309,7 +309,7 @@ TEST(LocalGradients, ProductsAddToTheSumThemselves) {
 TEST(LocalGradients, RefuseSparseGradients) {
   alone([](const comm::CommunicatorPtr& group) {
     LocalGradients gradients(make_parameters(), kNames, group, {});
-    const auto text = testing::error_of([&] {
+    const auto text = smp::testing::error_of<std::exception>([&] {
       gradients.add(0, 0, at::zeros({5, 3}).to_sparse());
     });
     EXPECT_NE(text.find("parameter \"a\" has a sparse gradient, which cannot be reduced"),

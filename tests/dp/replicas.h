@@ -13,7 +13,7 @@
 #include "comm/group_core.h"
 #include "comm/threads/run_ranks.h"
 #include "smp/ddp.h"
-#include "tests/dp/error_of.h"
+#include "tests/error_of.h"
 
 /// Trains replicas as threads and compares them, bit for bit, with one process that computes the
 /// same shards one after the other and adds their gradients in rank order.

@@ -15,7 +15,7 @@
 #include "core/check.h"
 #include "dp/parameter_window.h"
 #include "dp/sharded_gradients.h"
-#include "tests/dp/error_of.h"
+#include "tests/error_of.h"
 
 namespace smp::dp {
 namespace {
@@ -47,8 +47,16 @@ std::shared_ptr<ShardedParameters> divide(const std::vector<at::Tensor>& paramet
   return sharded;
 }
 
-void expect_has(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
+/// The values of a parameter, put together.
+at::Tensor full(const ShardedParameters& sharded, size_t i) {
+  const at::Tensor& parameter = sharded.parameter(i);
+  comm::Communicator& group = *sharded.group();
+  const comm::Sharding sharding{parameter.sizes().vec(),
+                                comm::memory_order(parameter),
+                                {{{1, group.size()}, sharded.range(i)}}};
+  const at::Tensor& own = sharded.shard(i);
+  EXPECT_EQ(own.sizes(), at::IntArrayRef(sharding.sizes_of(group.rank())));
+  return comm::join(group, {{sharding, own}}, own.options(), group.rank(), std::nullopt).front();
 }
 
 TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
@@ -66,8 +74,9 @@ TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
     // 450 = 192 + 192 + 66, 200 = 128 + 72 + 0, 7 + 0 + 0.
     const int64_t elements[] = {192 + 128 + 7, 192 + 72, 66};
     EXPECT_EQ(held, elements[group->rank()]);
-    expect_has(testing::error_of([&] { parameters[0].sum(); }),
-               "the data of a parameter that sharded data parallelism has divided over ranks");
+    smp::testing::expect_has(
+        smp::testing::error_of<std::exception>([&] { parameters[0].sum(); }),
+        "the data of a parameter that sharded data parallelism has divided over ranks");
     for (int repetition = 0; repetition < 2; ++repetition) {
       for (size_t i = 0; i < 3; ++i) sharded->gather(i);
       for (size_t i = 0; i < 3; ++i) {
@@ -80,8 +89,8 @@ TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
     }
     EXPECT_EQ(parameters[0]._version(), version);
     for (size_t i = 0; i < 3; ++i) {
-      EXPECT_TRUE(at::equal(sharded->full(i), expected[i]));
-      EXPECT_EQ(sharded->full(i).strides(), expected[i].strides());
+      EXPECT_TRUE(at::equal(full(*sharded, i), expected[i]));
+      EXPECT_EQ(full(*sharded, i).strides(), expected[i].strides());
     }
   });
 }
@@ -93,12 +102,7 @@ TEST(ShardedParameters, ShardsAreWhatIsGathered) {
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < 3; ++i) sharded->shard(i).mul_(2);
     const auto expected = make_parameters();
-    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(sharded->full(i), expected[i] * 2));
-    // Values from outside, which lie in another way.
-    const at::Tensor given = at::randn({20, 10}).contiguous();
-    group->broadcast(given, 0);
-    sharded->load(1, given);
-    EXPECT_TRUE(at::equal(sharded->full(1), given));
+    for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(full(*sharded, i), expected[i] * 2));
   });
 }
 
@@ -268,8 +272,10 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
         // The second step adds to `.grad`, as backward does.
         EXPECT_TRUE(sharded->has_gradient(p));
         const auto& piece = sharded->pieces()[p];
-        if (piece.numel() == 0) continue;
-        const auto want = sharded->elements(step == 1 ? means[p] : means[p] + means[p], p, piece);
+        if (!piece.defined()) continue;
+        const auto [begin, end] = sharded->owned(p, sharded->group()->rank());
+        const auto all = sharded->flat(step == 1 ? means[p] : means[p] + means[p], p);
+        const auto want = all.slice(0, begin, end);
         EXPECT_TRUE(at::equal(sharded->shard(p).grad(), want)) << kNames[p] << " step " << step;
       }
       EXPECT_FALSE(sharded->has_gradient(2));
@@ -305,34 +311,35 @@ TEST(ShardedGradients, RefuseSparseGradients) {
   comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
     const auto sharded = divide(make_parameters(), world);
     ShardedGradients reduced(sharded, {0, 1, 2}, world, world, {});
-    expect_has(testing::error_of([&] {
-                 reduced.add(0, 0, at::zeros({15, 30}).to_sparse());
-               }),
-               "parameter \"weight\" has a sparse gradient");
+    smp::testing::expect_has(smp::testing::error_of<std::exception>([&] {
+                               reduced.add(0, 0, at::zeros({15, 30}).to_sparse());
+                             }),
+                             "parameter \"weight\" has a sparse gradient");
   });
 }
 
 TEST(ShardedParameters, ARankThatFailsDuringAGatherIsNamed) {
   std::string text;
-  testing::error_of([&] {
+  smp::testing::error_of<std::exception>([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
       const auto sharded = divide(make_parameters(), group);
       if (group->rank() == 1) throw Error("out of luck");
-      text = testing::error_of([&] {
+      text = smp::testing::error_of<std::exception>([&] {
         sharded->gather(1);
         sharded->wait(1);
       });
     });
   });
-  expect_has(text, "rank 1");
-  expect_has(text, "out of luck");
-  expect_has(text, "all_gather");
-  expect_has(text, "[while sharded data parallelism gathered parameter \"transposed\"]");
+  smp::testing::expect_has(text, "rank 1");
+  smp::testing::expect_has(text, "out of luck");
+  smp::testing::expect_has(text, "all_gather");
+  smp::testing::expect_has(text,
+                           "[while sharded data parallelism gathered parameter \"transposed\"]");
 }
 
 TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
   std::string text;
-  testing::error_of([&] {
+  smp::testing::error_of<std::exception>([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
       const auto sharded = divide(make_parameters(), group);
       ShardedGradientOptions options;
@@ -340,17 +347,17 @@ TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
       ShardedGradients reduced(sharded, {2, 1, 0}, group,
                                group->split({group->rank()}, "replication group"), options);
       if (group->rank() == 1) throw Error("out of luck");
-      text = testing::error_of([&] {
+      text = smp::testing::error_of<std::exception>([&] {
         reduced.add(1, 0, at::zeros({20, 10}));
         reduced.reduce();
         reduced.finish();
       });
     });
   });
-  expect_has(text, "out of luck");
-  expect_has(text, "reduce_scatter");
-  expect_has(text,
-             "[while sharded data parallelism reduced gradient bucket 1 of 1: bias ... weight]");
+  smp::testing::expect_has(text, "out of luck");
+  smp::testing::expect_has(text, "reduce_scatter");
+  smp::testing::expect_has(
+      text, "[while sharded data parallelism reduced gradient bucket 1 of 1: bias ... weight]");
 }
 
 }  // namespace

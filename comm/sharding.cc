@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/sharding.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/check.h"
+
+namespace smp::comm {
+namespace {
+
+at::Tensor share_of_blocks(const at::Tensor& tensor, const Blocks& blocks, int index, int ranks) {
+  std::vector<at::Tensor> shares;
+  int64_t begin = 0;
+  for (const int64_t extent : blocks.extents) {
+    const int64_t share = extent / ranks;
+    shares.push_back(tensor.narrow(blocks.dim, begin + index * share, share));
+    begin += extent;
+  }
+  return at::cat(shares, blocks.dim).contiguous();
+}
+
+at::Tensor join_blocks(const std::vector<at::Tensor>& parts, const Blocks& blocks) {
+  std::vector<at::Tensor> shares;
+  int64_t begin = 0;
+  for (const int64_t extent : blocks.extents) {
+    const int64_t share = extent / static_cast<int64_t>(parts.size());
+    for (const at::Tensor& part : parts) shares.push_back(part.narrow(blocks.dim, begin, share));
+    begin += share;
+  }
+  return at::cat(shares, blocks.dim);
+}
+
+/// The elements of flat tensors one after the other: a view where they lie so in memory already, as
+/// a tensor's do that was gathered alone.
+at::Tensor join_ranges(const std::vector<at::Tensor>& parts, int64_t numel) {
+  at::Tensor first;
+  int64_t end = 0;
+  for (const at::Tensor& part : parts) {
+    if (part.numel() == 0) continue;
+    const bool follows =
+        !first.defined() || (part.is_alias_of(first) && part.storage_offset() == end);
+    if (!follows || !part.is_contiguous()) return at::cat(parts);
+    if (!first.defined()) first = part;
+    end = part.storage_offset() + part.numel();
+  }
+  return first.defined() ? first.as_strided({numel}, {1}) : parts.front();
+}
+
+at::Tensor bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() ? tensor.view(at::kByte) : tensor;
+}
+
+}  // namespace
+
+std::pair<int64_t, int64_t> Range::of(int index, int64_t numel) const {
+  const int64_t first = index * length - offset;
+  return {std::clamp<int64_t>(first, 0, numel), std::clamp<int64_t>(first + length, 0, numel)};
+}
+
+std::vector<int64_t> Sharding::sizes_of(int rank, size_t count) const {
+  std::vector<int64_t> result = sizes;
+  for (size_t i = 0; i < count; ++i) {
+    const auto& [over, how] = cuts[i];
+    if (const auto* blocks = std::get_if<Blocks>(&how)) {
+      result[blocks->dim] /= over.size;
+    } else {
+      const auto [begin, end] =
+          std::get<Range>(how).of(over.index_of(rank), c10::multiply_integers(result));
+      result = {end - begin};
+    }
+  }
+  return result;
+}
+
+at::Tensor Sharding::cut(at::Tensor tensor, int rank, size_t done) const {
+  if (done == cuts.size()) return tensor;
+  const std::vector<int64_t> expected = sizes_of(rank, done);
+  SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(expected), "a tensor of ", tensor.sizes(),
+                      " is cut as one of ", at::IntArrayRef(expected));
+  for (size_t i = done; i < cuts.size(); ++i) {
+    const auto& [over, how] = cuts[i];
+    const int index = over.index_of(rank);
+    if (const auto* blocks = std::get_if<Blocks>(&how)) {
+      tensor = share_of_blocks(tensor, *blocks, index, over.size);
+      continue;
+    }
+    const auto [begin, end] = std::get<Range>(how).of(index, tensor.numel());
+    tensor = tensor.permute(order).reshape({-1}).slice(0, begin, end);
+  }
+  return tensor;
+}
+
+at::Tensor Sharding::join(const std::vector<at::Tensor>& parts) const {
+  const auto& [over, how] = cuts.back();
+  SMP_INTERNAL_ASSERT(static_cast<int>(parts.size()) == over.size, parts.size(), " parts of ",
+                      over.size);
+  if (const auto* blocks = std::get_if<Blocks>(&how)) return join_blocks(parts, *blocks);
+  const std::vector<int64_t> sizes = sizes_of(/*rank=*/0, cuts.size() - 1);
+  std::vector<int64_t> lying, back(order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    lying.push_back(sizes[order[i]]);
+    back[order[i]] = static_cast<int64_t>(i);
+  }
+  return join_ranges(parts, c10::multiply_integers(sizes)).view(lying).permute(back);
+}
+
+std::vector<int64_t> memory_order(const at::Tensor& tensor) {
+  std::vector<int64_t> order(tensor.dim());
+  std::iota(order.begin(), order.end(), 0);
+  if (!tensor.is_non_overlapping_and_dense()) return order;
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return tensor.stride(a) > tensor.stride(b); });
+  return order;
+}
+
+std::vector<at::Tensor> join(Communicator& group, const std::vector<Part>& parts,
+                             const at::TensorOptions& options, int rank, std::optional<int> root) {
+  const at::NoGradGuard no_grad;
+  const int ranks = group.size();
+  const auto sizes_at = [&](const Sharding& sharding, int index) {
+    return sharding.sizes_of(sharding.cuts.back().over.member(rank, index));
+  };
+  int64_t longest = 0;
+  for (int r = 0; r < ranks; ++r) {
+    int64_t numel = 0;
+    for (const Part& part : parts) numel += c10::multiply_integers(sizes_at(part.sharding, r));
+    longest = std::max(longest, numel);
+  }
+  const at::TensorOptions plain = options.requires_grad(std::nullopt);
+  const bool receives = !root || *root == group.rank();
+  const at::Tensor all = receives ? at::empty({ranks, longest}, plain) : at::Tensor();
+  const at::Tensor mine = receives ? all[group.rank()] : at::empty({longest}, plain);
+  int64_t next = 0;
+  for (const Part& part : parts) {
+    const auto sizes = part.sharding.sizes_of(rank);
+    const int64_t numel = c10::multiply_integers(sizes);
+    if (part.own.defined()) {
+      SMP_INTERNAL_ASSERT(part.own.sizes() == at::IntArrayRef(sizes), "a part of ",
+                          part.own.sizes(), " is joined as one of ", at::IntArrayRef(sizes));
+      mine.narrow(0, next, numel).view(sizes).copy_(part.own);
+    }
+    next += numel;
+  }
+  root ? group.gather(bytes_of(all), bytes_of(mine), *root)
+       : group.all_gather(bytes_of(all), bytes_of(mine));
+  std::vector<at::Tensor> result(parts.size());
+  if (!receives) return result;
+  std::vector<int64_t> begin(ranks, 0);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    std::vector<at::Tensor> of_ranks;
+    for (int r = 0; r < ranks; ++r) {
+      const auto sizes = sizes_at(parts[i].sharding, r);
+      const int64_t numel = c10::multiply_integers(sizes);
+      of_ranks.push_back(all[r].narrow(0, begin[r], numel).view(sizes));
+      begin[r] += numel;
+    }
+    result[i] = parts[i].sharding.join(of_ranks);
+  }
+  return result;
+}
+
+}  // namespace smp::comm

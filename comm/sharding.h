@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "comm/communicator.h"
+
+// How tensors lie on ranks: values, the same on every rank, and functions that cut and join tensors
+// accordingly. Nothing is computed, so the bits stay. `rank` is a world rank. Internal.
+namespace smp::comm {
+
+/// Ranks that differ in one digit of their number only, seen from each of them.
+struct Axis {
+  int stride = 1;  ///< the digit's
+  int size = 1;
+
+  /// The position of a rank among those that differ from it.
+  int index_of(int rank) const { return rank / stride % size; }
+  /// The rank at another position.
+  int member(int rank, int index) const { return rank + (index - index_of(rank)) * stride; }
+};
+
+/// Dimension `dim` is blocks of these extents, one after the other. Each is divided evenly: a rank
+/// has its share of every block.
+struct Blocks {
+  int64_t dim = 0;
+  std::vector<int64_t> extents;
+};
+
+/// In the order of memory, the r-th rank has `length` elements from `r * length - offset` on, as
+/// far as there are that many.
+struct Range {
+  int64_t offset = 0;
+  int64_t length = 0;
+
+  /// The first of `numel` elements that a rank has, and the one behind its last.
+  std::pair<int64_t, int64_t> of(int index, int64_t numel) const;
+};
+
+/// How ranks divide a tensor that each would have whole without this cut.
+struct Cut {
+  Axis over;
+  std::variant<Blocks, Range> how;
+};
+
+/// Which rank has which elements of a tensor.
+struct Sharding {
+  std::vector<int64_t> sizes;  ///< the whole's
+  std::vector<int64_t> order;  ///< its dimensions in the order of memory, the slowest first
+  std::vector<Cut> cuts;       ///< outermost first; after a `Range` none
+
+  /// The sizes of a rank's part after the first cuts; for a range, its length.
+  std::vector<int64_t> sizes_of(int rank, size_t count) const;
+  std::vector<int64_t> sizes_of(int rank) const { return sizes_of(rank, cuts.size()); }
+  /// A rank's part of a tensor that has undergone the first `done` cuts. Parts of blocks are
+  /// contiguous copies; a range shares memory that lies in `order`.
+  at::Tensor cut(at::Tensor tensor, int rank, size_t done = 0) const;
+  /// The inverse of the last cut, given the parts of all its ranks. Ranges that follow each other
+  /// in one memory are viewed, not copied.
+  at::Tensor join(const std::vector<at::Tensor>& parts) const;
+};
+
+/// The dimensions of a tensor as its elements lie in memory; where it is not dense, as they are.
+std::vector<int64_t> memory_order(const at::Tensor& tensor);
+
+/// This rank's part of a tensor.
+struct Part {
+  Sharding sharding;
+  at::Tensor own;  ///< undefined: nothing, or others get any values for it
+};
+
+/// Undoes the last cut of each of a list in one collective over its ranks, which have the same
+/// list: the results on the rank at position `root`, undefined on others, or on all. All own
+/// tensors have the dtype and device of `options`.
+std::vector<at::Tensor> join(Communicator& group, const std::vector<Part>& parts,
+                             const at::TensorOptions& options, int rank, std::optional<int> root);
+
+}  // namespace smp::comm

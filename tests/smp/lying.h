@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <map>
+#include <string>
+
+#include "runtime/parameters/whole.h"
+#include "runtime/runtime.h"
+#include "smp/smp.h"
+
+namespace smp::testing {
+
+/// Compares this rank's parts of the only model's parameters with the table's word on how they lie:
+/// sizes, names and bits, given the wholes.
+inline void expect_lies_as_said(const std::map<std::string, torch::Tensor>& wholes) {
+  const torch::NoGradGuard no_grad;
+  const auto& runtime = runtime::Runtime::get();
+  for (const auto& slices : runtime::slices_of(runtime)) slices->bind();
+  size_t compared = 0;
+  for (const auto& entry : runtime.table().entries()) {
+    if (!entry.is_parameter() || !runtime.owns(entry)) continue;
+    const auto own = entry.sharding.cut(wholes.at(entry.name), rank());
+    const auto sizes = entry.sharding.sizes_of(rank());
+    EXPECT_EQ(own.sizes(), at::IntArrayRef(sizes)) << entry.name;
+    EXPECT_EQ(entry.tensor.sizes(), at::IntArrayRef(entry.part().sizes_of(rank()))) << entry.name;
+    const at::Tensor& updated = entry.updated();
+    EXPECT_EQ(updated.defined(), own.numel() > 0) << entry.name;
+    if (updated.defined()) EXPECT_TRUE(torch::equal(updated.cpu(), own)) << entry.name;
+    EXPECT_EQ(entry.name_on(rank()).empty(), !updated.defined()) << entry.name;
+    ++compared;
+  }
+  // A rank of a pipeline may own none.
+  EXPECT_TRUE(compared > 0 || runtime.topology().pp_size() > 1);
+}
+
+}  // namespace smp::testing
