@@ -22,8 +22,8 @@ LAYERS = {
     "checkpoint": ["core"],
     "exported": ["checkpoint", "core", "graph"],
     "partitioner": ["core", "graph"],
-    "pipeline": ["comm", "core", "graph", "partitioner"],
     "dp": ["comm", "core", "graph/absent.h", "graph/storage.h"],
+    "pipeline": ["comm", "core", "dp/step_gradients.h", "graph", "partitioner"],
     "nn": ["comm", "core", "graph"],
     "runtime": [
         "checkpoint",

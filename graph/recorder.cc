@@ -319,6 +319,7 @@ std::unique_ptr<Graph> Recorder::finish(const std::vector<ValueId>& outputs,
   graph_.roots = roots;
   check_late_writes();
   check_written_parameters();
+  check_buffers();
   assign_scopes(modules_known);
   check_histories(graph_, options_.step_name);
   return std::make_unique<Graph>(std::move(graph_));
@@ -369,6 +370,17 @@ void Recorder::check_written_parameters() const {
           " reads it, whose backward may need what was there. Let leaves only read it, or give the "
           "operator a copy that the leaf returns: weight.clone()");
     });
+  }
+}
+
+/// A step has sums for the gradients of parameters only.
+void Recorder::check_buffers() const {
+  for (const Value& value : graph_.values) {
+    const bool wants_sum = value.kind == ValueKind::kBuffer && value.meta.requires_grad;
+    SMP_CHECK_WITH(CaptureError, graph_.roots.empty() || !wants_sum, "step function \"",
+                   options_.step_name, "\" calls backward and reads buffer \"", value.name,
+                   "\", which requires a gradient. Register it with register_parameter, or call "
+                   "requires_grad_(false) on it before the step");
   }
 }
 

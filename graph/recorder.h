@@ -86,6 +86,7 @@ class Recorder {
   uint64_t checksum(const Operator& op);
   void check_late_writes() const;
   void check_written_parameters() const;
+  void check_buffers() const;
   void assign_scopes(const std::vector<bool>& modules_known);
 
   const TraceOptions& options_;

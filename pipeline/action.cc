@@ -16,19 +16,16 @@ struct Spelling {
   Kind kind;
   std::string_view word;
   char arrow;  // before the peer of a transfer, 0 for the others
+  std::string_view group;
 };
 
 // No word is the beginning of another one, so the first that fits is the right one.
 constexpr Spelling kSpellings[] = {
-    {Kind::kForward, "F", 0},
-    {Kind::kBackward, "B", 0},
-    {Kind::kBackwardInput, "I", 0},
-    {Kind::kBackwardWeight, "W", 0},
-    {Kind::kSendForward, "SEND_F", '>'},
-    {Kind::kRecvForward, "RECV_F", '<'},
-    {Kind::kSendBackward, "SEND_B", '>'},
-    {Kind::kRecvBackward, "RECV_B", '<'},
-    {Kind::kReduce, "REDUCE", 0},
+    {Kind::kForward, "F", 0, "forward"},          {Kind::kBackward, "B", 0, "backward"},
+    {Kind::kBackwardInput, "I", 0, "inputs"},     {Kind::kBackwardWeight, "W", 0, "weights"},
+    {Kind::kSendForward, "SEND_F", '>', "send"},  {Kind::kRecvForward, "RECV_F", '<', "wait"},
+    {Kind::kSendBackward, "SEND_B", '>', "send"}, {Kind::kRecvBackward, "RECV_B", '<', "wait"},
+    {Kind::kReduce, "REDUCE", 0, "reduce"},
 };
 
 const Spelling& spelling_of(Kind kind) {
@@ -156,6 +153,8 @@ std::string to_string(const Action& action) {
   }
   return text;
 }
+
+std::string_view group_of(const Action& action) { return spelling_of(action.kind).group; }
 
 Action parse_action(std::string_view text, std::string_view where) {
   Cursor cursor(text, where);

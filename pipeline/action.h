@@ -81,6 +81,10 @@ bool operator!=(const Action& a, const Action& b);
 
 std::string to_string(const Action& action);
 
+/// The action in one word, for tables and pictures: "forward", "backward", "inputs" and "weights"
+/// for the halves of a backward, "send", "wait" or "reduce".
+std::string_view group_of(const Action& action);
+
 /// Parses the text form above. Throws `smp::Error` that names `where` (for example
 /// "line 3, column 9"), the text, and the position in it at which something else was expected.
 Action parse_action(std::string_view text, std::string_view where = "");

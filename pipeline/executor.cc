@@ -2,14 +2,11 @@
 #include "pipeline/executor.h"
 
 #include <algorithm>
-#include <optional>
 #include <sstream>
 #include <utility>
 
 #include "core/check.h"
-#include "pipeline/device_clock.h"
 #include "pipeline/edge_of.h"
-#include "pipeline/timeline.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
 
@@ -87,7 +84,7 @@ Executor::~Executor() {
 
 void Executor::add_stage(std::unique_ptr<Stage> stage) {
   const int index = stage->index();
-  SMP_INTERNAL_ASSERT(stage->has_backward() == schedule_.has_backward(index), "stage ", index,
+  SMP_INTERNAL_ASSERT(stage->program().has_backward == schedule_.has_backward(index), "stage ", index,
                       " and the schedule differ in whether it has a backward");
   stages_[index] = std::move(stage);
 }
@@ -211,7 +208,7 @@ std::vector<int64_t> Executor::message_bytes() const {
 
 std::string Executor::describe() const {
   std::ostringstream out;
-  for (const auto& [index, stage] : stages_) out << stage->describe();
+  for (const auto& [index, stage] : stages_) out << stage->program().describe();
   out << "actions" << (graphs_ ? ", of which those that are captured run as graphs" : "") << "\n";
   const auto& actions = schedule_.actions(rank());
   const auto bytes = message_bytes();
@@ -224,54 +221,50 @@ std::string Executor::describe() const {
 }
 
 void Executor::use_graphs(bool required) {
-  graphs_ = std::make_unique<StepGraphs>(device_, edges_, schedule_.actions(rank()),
+  graphs_ = std::make_unique<StepGraphs>(device_, schedule_.actions(rank()),
                                          schedule_.microbatches(), required);
   for (const auto& [index, stage] : stages_) graphs_->add_stage(*stage);
 }
 
-void Executor::run(const Step& step) {
+/// The reductions of the list are armed before the computations that complete them.
+void Executor::begin_step(const Step& step) {
+  SMP_INTERNAL_ASSERT(step.gradients != nullptr || !schedule_.has_backward(),
+                      "a step with backwards has sums of gradients");
   if (program_.empty()) resolve();
   if (graphs_) graphs_->begin_step(step.why_no_graphs);
   for (const auto& [key, channel] : channels_) channel.begin_step();
-  core::ActionScope status;
-  if (step.recorder == nullptr && !step.on_action) {
-    for (const Instruction& instruction : program_) {
-      status.set(instruction.label);
-      execute(instruction, step);
-    }
-  } else {
-    run_watched(step, status);
+  for (const Instruction& instruction : program_) {
+    if (instruction.action.kind != Action::Kind::kReduce) continue;
+    step.gradients->arm(instruction.stage->program().consumed);
   }
+  for (Observer* observer : step.observers) observer->on_step_begin();
+}
+
+StepResults Executor::run(const Step& step) {
+  begin_step(step);
+  StepResults results{step.keeps_history, step.keeps_losses, {}, {}};
+  core::ActionScope status;
+  for (size_t i = 0; i < program_.size(); ++i) {
+    const Instruction& instruction = program_[i];
+    status.set(instruction.label);
+    for (Observer* observer : step.observers) observer->on_begin(i, instruction.action);
+    execute(instruction, step, results);
+    for (Observer* observer : step.observers) observer->on_end(i, instruction.action);
+  }
+  for (Observer* observer : step.observers) observer->on_step_end();
   hand_over();
   for (const auto& [key, channel] : channels_) {
     if (channel.lane->sender) channel.lane->sender->flush();
   }
+  return results;
 }
 
-void Executor::run_watched(const Step& step, core::ActionScope& status) {
-  std::optional<DeviceClock> device;
-  if (!device_.is_cpu() && step.recorder != nullptr) device.emplace(device_).mark();
-  int64_t start = TimelineRecorder::now();
-  for (size_t i = 0; i < program_.size(); ++i) {
-    status.set(program_[i].label);
-    if (step.on_action) step.on_action(program_[i].action);
-    execute(program_[i], step);
-    if (device) device->mark();
-    const int64_t end = TimelineRecorder::now();
-    if (!device && step.recorder != nullptr) step.recorder->record(i, start, end);
-    start = end;
-  }
-  if (!device) return;
-  const std::vector<int64_t> times = device->times();
-  for (size_t i = 0; i < program_.size(); ++i) step.recorder->record(i, times[i], times[i + 1]);
-}
-
-void Executor::execute(const Instruction& instruction, const Step& step) {
+void Executor::execute(const Instruction& instruction, const Step& step, StepResults& results) {
   if (instruction.waits) hand_over();
   for (const auto& [stage, microbatch] : instruction.prefetches) stage->prefetch(microbatch);
   switch (instruction.action.kind) {
     case Action::Kind::kForward:
-      forward(instruction, step);
+      forward(instruction, step, results);
       break;
     case Action::Kind::kBackward:
     case Action::Kind::kBackwardInput:
@@ -287,7 +280,7 @@ void Executor::execute(const Instruction& instruction, const Step& step) {
       receive(instruction);
       break;
     case Action::Kind::kReduce:
-      step.reduce(instruction.action.stage);
+      step.gradients->complete(instruction.stage->program().consumed);
       break;
   }
 }
@@ -323,17 +316,26 @@ void Executor::receive(const Instruction& instruction) {
   layout.unpack(message, *instruction.message, receiver.device_part());
 }
 
-void Executor::forward(const Instruction& instruction, const Step& step) {
+/// Gives the stage the constants and the record of a microbatch.
+void Executor::prepare(Stage& stage, int microbatch, const Step& step) {
+  const bool is_one_for_all = step.constants.size() == 1;
+  if (!step.constants.empty() && (microbatch == 0 || !is_one_for_all)) {
+    stage.apply(step.constants[microbatch], step.contents[microbatch]);
+  }
+  if (step.records == nullptr) return;
+  const auto record = step.records->find({stage.index(), microbatch});
+  if (record != step.records->end()) stage.record(microbatch, &record->second);
+}
+
+void Executor::forward(const Instruction& instruction, const Step& step, StepResults& results) {
   Stage& stage = *instruction.stage;
   const int microbatch = instruction.action.microbatch;
   const auto& inputs = step.inputs[microbatch];
   const graph::RandomKey& key = step.keys[microbatch];
-  const bool is_launched =
-      graphs_ && graphs_->forward(instruction.action, inputs, key, step.output, step.root);
+  const bool is_launched = graphs_ && graphs_->forward(instruction.action, inputs, key, results);
   if (!is_launched) {
-    if (step.before_forward) step.before_forward(stage, microbatch);
-    if (step.record) stage.record(microbatch, step.record(stage.index(), microbatch));
-    stage.forward(microbatch, inputs, key, step.output, step.root);
+    prepare(stage, microbatch, step);
+    stage.forward(microbatch, inputs, key, results);
   }
   for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
@@ -342,13 +344,13 @@ void Executor::backward(const Instruction& instruction, const Step& step) {
   Stage& stage = *instruction.stage;
   const Action& action = instruction.action;
   const bool is_launched =
-      graphs_ && graphs_->backward(action, step.keys[action.microbatch], step.consume_all);
+      graphs_ && graphs_->backward(action, step.keys[action.microbatch], *step.gradients);
   if (!is_launched && action.kind == Action::Kind::kBackward) {
-    stage.backward(action.microbatch, step.consume, step.buffer);
+    stage.backward(action.microbatch, step.gradients);
   } else if (!is_launched && action.kind == Action::Kind::kBackwardInput) {
-    stage.backward_inputs(action.microbatch, step.buffer);
+    stage.backward_inputs(action.microbatch, step.gradients);
   } else if (!is_launched) {
-    stage.backward_weights(action.microbatch, step.consume);
+    stage.backward_weights(action.microbatch, step.gradients);
   }
   for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }

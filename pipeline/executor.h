@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -12,14 +11,14 @@
 
 #include "comm/channel_pool.h"
 #include "core/status.h"
+#include "pipeline/gradient_sums.h"
 #include "pipeline/message.h"
+#include "pipeline/observer.h"
 #include "pipeline/schedule.h"
 #include "pipeline/stage.h"
 #include "pipeline/step_graphs.h"
 
 namespace smp::pipeline {
-
-class TimelineRecorder;
 
 /// How many messages of the edge `from` -> `to` (of its backward: `to` -> `from`) the receiver has
 /// at one time: each from its receive to the receiving stage's last computation of the microbatch.
@@ -65,40 +64,31 @@ class Executor {
   /// before the first run.
   void use_graphs(bool required);
 
-  /// The input of a step for the executor.
+  /// The operands of a step, but for messages.
   struct Step {
     /// Inputs by graph input, per microbatch.
     std::vector<std::vector<at::Tensor>> inputs;
     /// Stream of each microbatch.
     std::vector<graph::RandomKey> keys;
-    /// Takes gradients of owned parameters.
-    GradientConsumer consume;
-    /// Takes those of a computation that ran as a graph.
-    GradientsConsumer consume_all;
-    /// Where they may be added up; null: nowhere.
-    GradientBuffer buffer;
-    /// Called after the last backward of a stage.
-    std::function<void(int stage)> reduce;
-    /// Called before each microbatch's forward on a stage, to use its constants; null: they are
-    /// those of the step before.
-    std::function<void(Stage& stage, int microbatch)> before_forward;
+    /// Constants and contents from each microbatch on, or one entry for all; empty: those of the
+    /// step before.
+    std::vector<std::vector<graph::ConstantOverride>> constants;
+    std::vector<std::vector<graph::ContentOverride>> contents;
+    /// Takes the gradients of the parameters whose stages reduce; null where none does.
+    GradientSums* gradients = nullptr;
+    /// See `StepResults`.
+    bool keeps_history = false;
+    bool keeps_losses = false;
+    /// Records of the microbatches on stages that are recorded, see `Stage::record`; null: none is.
+    StepRecords* records = nullptr;
     /// Why the step cannot run as graphs, as a sentence without a full stop; empty if it can.
     std::string why_no_graphs;
-    /// Told when each action began and ended; null for none.
-    TimelineRecorder* recorder = nullptr;
-    /// Called when an action has begun, if set; for tests.
-    std::function<void(const Action&)> on_action;
-    /// Takes returned tensors.
-    OutputConsumer output;
-    /// Takes the roots of backwards; null: unused.
-    RootConsumer root;
-    /// The record of a microbatch on a stage, or null, if set; see `Stage::record`.
-    std::function<StageRecord*(int stage, int microbatch)> record;
+    std::vector<Observer*> observers;
   };
 
   /// Runs all actions. Throws the errors of communication and operators; the executor is not usable
   /// after that.
-  void run(const Step& step);
+  StepResults run(const Step& step);
 
  private:
   /// Messages of one kind over one edge, in one direction.
@@ -135,8 +125,8 @@ class Executor {
     std::vector<std::pair<Stage*, int>> prefetches;  // microbatches
   };
 
-  void execute(const Instruction& instruction, const Step& step);
-  void run_watched(const Step& step, core::ActionScope& status);
+  void begin_step(const Step& step);
+  void execute(const Instruction& instruction, const Step& step, StepResults& results);
   int rank() const { return pool_->group()->rank(); }
   void take_lanes(const graph::Graph& graph, int credit);
   void resolve();
@@ -148,7 +138,8 @@ class Executor {
   void send(const Instruction& instruction);
   void receive(const Instruction& instruction);
   void hand_over();
-  void forward(const Instruction& instruction, const Step& step);
+  static void prepare(Stage& stage, int microbatch, const Step& step);
+  void forward(const Instruction& instruction, const Step& step, StepResults& results);
   void backward(const Instruction& instruction, const Step& step);
 
   Schedule schedule_;

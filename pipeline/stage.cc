@@ -4,77 +4,49 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 
-#include <algorithm>
-#include <set>
 #include <utility>
 
 #include "core/check.h"
 #include "core/node.h"
-#include "graph/late_writes.h"
-#include "graph/leaf.h"
 #include "graph/mode_scope.h"
-#include "graph/operator_traits.h"
-#include "graph/requires_grad.h"
-#include "graph/visit.h"
 
 namespace smp::pipeline {
 
 using graph::kUndefined;
 using Pass = graph::ParameterResidency::Pass;
 using graph::ValueId;
-using graph::ValueKind;
 
 Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
              const std::vector<Edge>& edges, int index, int microbatches,
              const graph::TensorTable& table)
-    : graph_(graph),
-      aliases_(graph),
-      edges_(edges),
-      index_(index),
-      has_backward_(backward_of_stage(graph, plan, edges)[index]),
-      separated_(graph::sets_to_separate(graph)),
-      uses_(graph::uses_of_storages(graph)),
+    : program_(graph, plan, edges, index),
+      segment_(
+          std::make_unique<graph::CheckpointedSegment>(graph, program_.operators, program_.kept)),
+      may_wait_(program_.calls_foreign()),
       environment_(graph.values.size()),
       in_flight_(microbatches) {
-  for (size_t i = 0; i < plan.stage_of_operator.size(); ++i) {
-    if (plan.stage_of_operator[i] == index) operators_.push_back(static_cast<int>(i));
+  for (const auto& parameter : program_.parameters) {
+    held_.push_back({table.at(graph.values[parameter.value].name).tensor, {}});
   }
-  for (const auto& again : plan.recomputed) {
-    if (again.stage == index) operators_.push_back(again.operator_index);
+  for (const auto& content : program_.contents) {
+    contents_.push_back(graph.values[content.value].content);
   }
-  std::sort(operators_.begin(), operators_.end());
-  calls_foreign_ = std::any_of(operators_.begin(), operators_.end(), [&](int operator_index) {
-    return is_foreign(graph.operators[operator_index]);
-  });
-  for (size_t i = 0; i < graph.roots.size(); ++i) {
-    if (plan.stage_of_root[i] == index) roots_.push_back(graph.roots[i]);
-  }
-  for (size_t i = 0; i < graph.outputs.size(); ++i) {
-    if (plan.stage_of_output[i] != index) continue;
-    const auto position = static_cast<int>(i);
-    returned_.push_back(position);
-    const ValueId output = graph.outputs[i];
-    if (output != kUndefined && on_shared_memory(output)) copied_.insert(position);
-  }
-  find_kept();
-  segment_ = std::make_unique<graph::CheckpointedSegment>(graph, operators_, kept_);
-  find_reads(plan, table);
-  find_edges();
   for (InFlight& state : in_flight_) {
-    state.values.resize(own_edges_.size());
-    state.gradients.resize(own_edges_.size());
+    state.values.resize(program_.own_edges.size());
+    state.gradients.resize(program_.own_edges.size());
   }
 }
 
 void Stage::set_regions(const std::vector<int>& region_of_operator,
                         std::shared_ptr<graph::TensorStore> store) {
   store_ = std::move(store);
-  segment_ =
-      std::make_unique<graph::CheckpointedSegment>(graph_, operators_, kept_, region_of_operator);
+  segment_ = std::make_unique<graph::CheckpointedSegment>(program_.graph, program_.operators,
+                                                          program_.kept, region_of_operator);
 }
 
 void Stage::set_residency(std::shared_ptr<graph::ParameterResidency> residency) {
   residency_ = std::move(residency);
+  may_wait_ = true;
   segment_->set_residency(residency_);
 }
 
@@ -87,181 +59,20 @@ void Stage::prefetch(int microbatch) {
   }
 }
 
-void Stage::find_kept() {
-  std::set<ValueId> kept;
-  for (const Edge& edge : edges_) {
-    if (edge.from == index_) kept.insert(edge.values.begin(), edge.values.end());
-  }
-  for (int position : returned_) kept.insert(graph_.outputs[position]);
-  for (const auto& root : roots_) {
-    kept.insert(root.value);
-    kept.insert(root.gradient);
-  }
-  std::set<ValueId> buffers;
-  for (int index : operators_) {
-    graph::for_each_argument(graph_.operators[index], [&](ValueId id) {
-      if (graph_.values[id].kind == ValueKind::kBuffer) buffers.insert(id);
-    });
-  }
-  for (ValueId id : buffers) {
-    if (is_copied(id)) kept.insert(id);
-  }
-  kept.erase(kUndefined);
-  kept_.assign(kept.begin(), kept.end());
-}
-
-/// Whether a value lies on the memory of a parameter, a buffer, an input or a constant, which
-/// outlives the microbatch.
-bool Stage::on_shared_memory(ValueId value) const { return aliases_.of(value).outlives_run(); }
-
-bool Stage::writes(ValueId value) const {
-  const auto& writers = aliases_.of(value).writers;
-  return std::any_of(writers.begin(), writers.end(), [this](int index) {
-    return std::binary_search(operators_.begin(), operators_.end(), index);
-  });
-}
-
-/// Whether an operator reads values `of_interest` where its backward may need them. One that
-/// updates running statistics needs those of the batch instead.
-template <class Predicate>
-bool reads_for_backward(const graph::Operator& op, const Predicate& of_interest) {
-  for (size_t i = 0; i < op.arguments.size(); ++i) {
-    if (!op.writes.empty() && graph::is_running_statistic(op.handle.schema(), i)) continue;
-    const auto& values = op.arguments[i].values;
-    if (std::any_of(values.begin(), values.end(), of_interest)) return true;
-  }
-  return false;
-}
-
-/// Whether an operator with a backward reads a value's storage, or a backward starts with it as the
-/// gradient. A leaf works on the module's own buffers.
-bool Stage::backward_may_need(ValueId value) const {
-  const int alias_set = graph_.values[value].alias_set;
-  const auto on_it = [&](ValueId id) {
-    return id != kUndefined && graph_.values[id].alias_set == alias_set;
-  };
-  bool needed = std::any_of(roots_.begin(), roots_.end(),
-                            [&](const auto& root) { return on_it(root.gradient); });
-  for (int index : operators_) {
-    const graph::Operator& op = graph_.operators[index];
-    if (!reads_for_backward(op, on_it)) continue;
-    if (graph::is_leaf(op.handle)) return false;
-    needed |= graph::records_history(graph_, op);
-  }
-  return needed;
-}
-
-/// See `Parameter::copied`.
-bool Stage::is_copied(ValueId value) const {
-  if (!graph_.trains() || !writes(value)) return false;
-  const bool separate = separated_[graph_.values[value].alias_set] != graph::kNeverSeparated;
-  return separate || backward_may_need(value);
-}
-
-void Stage::find_reads(const partitioner::Plan& plan, const graph::TensorTable& table) {
-  std::set<ValueId> read(segment_->reads().begin(), segment_->reads().end());
-  read.insert(kept_.begin(), kept_.end());
-  for (ValueId id : read) {
-    const graph::Value& value = graph_.values[id];
-    switch (value.kind) {
-      case ValueKind::kInput:
-        inputs_.push_back({id, std::stoul(value.name), writes(id)});
-        break;
-      case ValueKind::kParameter:
-      case ValueKind::kBuffer:
-        parameters_.push_back({id, table.at(value.name).tensor, plan.owner.at(value.name) == index_,
-                               graph_.trains() && value.meta.requires_grad ? sinks_++ : kNoSink,
-                               is_copied(id)});
-        break;
-      case ValueKind::kConstant:
-      case ValueKind::kLiteral:
-        contents_.push_back({id, value.content, writes(id)});
-        break;
-      case ValueKind::kResult:
-        break;  // made here or received
-    }
-  }
-}
-
-bool Stage::reads_input(size_t position) const {
-  return std::any_of(inputs_.begin(), inputs_.end(),
-                     [&](const Input& input) { return input.position == position; });
-}
-
-/// The sink of a parameter, if it has one here.
-int Stage::sink_of(ValueId value) const {
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.value == value) return parameter.sink;
-  }
-  return kNoSink;
-}
-
-void Stage::find_edges() {
-  for (size_t i = 0; i < edges_.size(); ++i) {
-    const Edge& edge = edges_[i];
-    if (edge.from != index_ && edge.to != index_) continue;
-    const size_t place = own_edges_.size();
-    own_edges_.push_back(static_cast<int>(i));
-    edge.to == index_ ? find_incoming(edge, place) : find_outgoing(edge, place);
-  }
-  entered_ = kept_;
-  for (const Input& input : inputs_) entered_.push_back(input.value);
-  for (const Content& content : contents_) entered_.push_back(content.value);
-  for (const Parameter& parameter : parameters_) entered_.push_back(parameter.value);
-}
-
-void Stage::find_incoming(const Edge& edge, size_t place) {
-  Incoming incoming;
-  incoming.place = place;
-  for (ValueId id : edge.values) {
-    const auto is_in = [id](const std::vector<ValueId>& some) {
-      return std::find(some.begin(), some.end(), id) != some.end();
-    };
-    incoming.values.push_back({id, is_in(edge.gradients) ? sinks_++ : kNoSink,
-                               is_in(edge.requiring), !is_in(edge.unlinked),
-                               writes(id) && graph::is_view(graph_, id)});
-    entered_.push_back(id);
-  }
-  const auto sink_of_value = [&](ValueId id) {
-    return std::find_if(incoming.values.begin(), incoming.values.end(),
-                        [&](const Entry& entry) { return entry.value == id; })
-        ->sink;
-  };
-  for (ValueId id : edge.gradients) incoming.returning.push_back(sink_of_value(id));
-  for (ValueId id : edge.replicas) incoming.returning.push_back(sink_of(id));
-  for (int sink : incoming.returning) {
-    if (sink != kNoSink) input_sinks_.push_back(sink);
-  }
-  incoming_.push_back(std::move(incoming));
-}
-
-void Stage::find_outgoing(const Edge& edge, size_t place) {
-  Outgoing outgoing{place, edge.values, edge.gradients, {}};
-  for (ValueId id : edge.replicas) outgoing.replicas.push_back({id, sink_of(id)});
-  outgoing_.push_back(std::move(outgoing));
-}
-
-size_t Stage::place_of(int edge) const {
-  const auto found = std::lower_bound(own_edges_.begin(), own_edges_.end(), edge);
-  SMP_INTERNAL_ASSERT(found != own_edges_.end() && *found == edge, "stage ", index_,
-                      " is at no end of edge ", edge);
-  return static_cast<size_t>(found - own_edges_.begin());
-}
-
 Message& Stage::values(int microbatch, int edge) {
-  return in_flight_.at(microbatch).values[place_of(edge)];
+  return in_flight_.at(microbatch).values[program_.place_of(edge)];
 }
 
 Message& Stage::gradients(int microbatch, int edge) {
-  return in_flight_.at(microbatch).gradients[place_of(edge)];
+  return in_flight_.at(microbatch).gradients[program_.place_of(edge)];
 }
 
 void Stage::apply(const std::vector<graph::ConstantOverride>& constants,
                   const std::vector<graph::ContentOverride>& contents) {
   segment_->apply(constants);
   for (const auto& change : contents) {
-    for (Content& content : contents_) {
-      if (content.value == change.value) content.tensor = change.content;
+    for (size_t i = 0; i < contents_.size(); ++i) {
+      if (program_.contents[i].value == change.value) contents_[i] = change.content;
     }
   }
 }
@@ -274,10 +85,11 @@ void Stage::enter(const Entry& entry, const at::Tensor& data, InFlight& state) {
     return;
   }
   graph::GradientSinkPtr end;
-  if (entry.sink != kNoSink || entry.requires_grad) end = core::make_node<graph::GradientSink>();
+  const bool has_sink = entry.sink != StageProgram::kNoSink;
+  if (has_sink || entry.requires_grad) end = core::make_node<graph::GradientSink>();
   environment_[entry.value] = graph::enter(data, end);
   if (entry.written_view) environment_[entry.value] = graph::as_view(environment_[entry.value]);
-  if (entry.sink != kNoSink) state.sinks[entry.sink] = std::move(end);
+  if (has_sink) state.sinks[entry.sink] = std::move(end);
 }
 
 namespace {
@@ -293,14 +105,14 @@ bool is_leaf_of(const at::Tensor& leaf, const at::Tensor& parameter) {
 }  // namespace
 
 void Stage::enter_parameters(InFlight& state) {
-  state.leaves.resize(parameters_.size());
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    Parameter& parameter = parameters_[i];
-    const at::Tensor& tensor = parameter.tensor;
+  state.leaves.resize(held_.size());
+  for (size_t i = 0; i < held_.size(); ++i) {
+    const StageProgram::Parameter& parameter = program_.parameters[i];
+    auto& [tensor, spare] = held_[i];
     Leaf& leaf = state.leaves[i];
-    if (!parameter.spare.empty()) {
-      leaf = std::move(parameter.spare.back());
-      parameter.spare.pop_back();
+    if (!spare.empty()) {
+      leaf = std::move(spare.back());
+      spare.pop_back();
     }
     if (leaf.sink != nullptr && is_leaf_of(leaf.tensor, tensor)) {
       environment_[parameter.value] = leaf.tensor;
@@ -308,26 +120,29 @@ void Stage::enter_parameters(InFlight& state) {
       continue;
     }
     leaf = {};
-    enter({parameter.value, parameter.sink, graph_.values[parameter.value].meta.requires_grad},
+    enter({parameter.value, parameter.sink,
+           program_.graph.values[parameter.value].meta.requires_grad},
           parameter.copied ? tensor.detach().clone() : tensor, state);
     const at::Tensor& entered = environment_[parameter.value];
     // A leaf gets no history while it is used.
-    const bool is_leaf = parameter.sink != kNoSink && entered.is_leaf() && !parameter.copied;
+    const bool is_leaf =
+        parameter.sink != StageProgram::kNoSink && entered.is_leaf() && !parameter.copied;
     if (is_leaf) leaf = {entered, state.sinks[parameter.sink]};
   }
 }
 
 void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
-  state.sinks.resize(sinks_);
-  for (const Input& input : inputs_) {
+  state.sinks.resize(program_.sinks);
+  for (const auto& input : program_.inputs) {
     const at::Tensor& tensor = inputs[input.position];
-    environment_[input.value] = input.written ? tensor.clone() : tensor;
+    environment_[input.value] = input.written ? graph::copy_to(tensor.device(), tensor) : tensor;
   }
-  for (const Content& content : contents_) {
-    environment_[content.value] = content.written ? content.tensor.clone() : content.tensor;
+  for (size_t i = 0; i < contents_.size(); ++i) {
+    const auto& [value, written] = program_.contents[i];
+    environment_[value] = written ? contents_[i].clone() : contents_[i];
   }
   enter_parameters(state);
-  for (const Incoming& incoming : incoming_) {
+  for (const auto& incoming : program_.incoming) {
     Message& received = state.values[incoming.place];
     for (size_t i = 0; i < received.size(); ++i) enter(incoming.values[i], received[i], state);
     received.clear();
@@ -335,8 +150,7 @@ void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
 }
 
 void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
-                    const graph::RandomKey& key, const OutputConsumer& output,
-                    const RootConsumer& root) {
+                    const graph::RandomKey& key, StepResults& results) {
   // Operators set the modes they were recorded in.
   at::AutoGradMode grad(true);
   InFlight& state = in_flight_[microbatch];
@@ -344,25 +158,25 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   enter_all(state, inputs);
   record_given(state);
   run_operators(state, key);
-  if (has_backward_) keep_starts(state);
-  if (root) give_roots(microbatch, root);
+  if (program_.has_backward) keep_starts(state);
+  if (results.keeps_losses) give_losses(microbatch, results);
   keep_values(state);
-  give_outputs(microbatch, output);
+  give_outputs(microbatch, results);
   if (residency_) residency_->end(Pass::kForward, microbatch);
-  for (ValueId id : entered_) environment_[id].reset();
-  if (!has_backward_) finish(state);
+  for (ValueId id : program_.entered) environment_[id].reset();
+  if (!program_.has_backward) finish(state);
 }
 
 void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
-  const bool stores = store_ != nullptr && !state.needed_soon && has_backward_;
+  const bool stores = store_ != nullptr && !state.needed_soon && program_.has_backward;
   state.needed_soon = false;
   state.has_run = true;
   const graph::ResultObserver observer = result_observer(state);
   state.stored = segment_->run(environment_, key, stores ? store_.get() : nullptr,
                                observer ? &observer : nullptr);
-  for (const Parameter& parameter : parameters_) {
-    if (!parameter.copied) continue;
-    parameter.tensor.detach().copy_(environment_[parameter.value].detach());
+  for (size_t i = 0; i < held_.size(); ++i) {
+    if (!program_.parameters[i].copied) continue;
+    held_[i].tensor.detach().copy_(environment_[program_.parameters[i].value].detach());
   }
   record_buffers(state);
 }
@@ -376,60 +190,65 @@ at::Tensor Stage::copy_of(const at::Tensor& tensor) const {
 }
 
 void Stage::keep_starts(InFlight& state) const {
-  for (const auto& root : roots_) {
+  for (const auto& root : program_.roots) {
     const at::Tensor& value = environment_[root.value];
     state.starts.push_back(graph::start_of_backward(value));
     if (root.gradient == kUndefined) {
       state.start_gradients.push_back(at::ones_like(value.detach()));
     } else {
       const at::Tensor gradient = environment_[root.gradient].detach();
-      const bool stays = residency_ == nullptr || !on_shared_memory(root.gradient);
+      const bool stays = residency_ == nullptr || !program_.on_shared_memory(root.gradient);
       state.start_gradients.push_back(stays ? gradient : copy_of(gradient));
     }
   }
-  for (const Outgoing& outgoing : outgoing_) {
+  for (const auto& outgoing : program_.outgoing) {
     for (ValueId id : outgoing.gradients) {
       state.starts.push_back(graph::start_of_backward(environment_[id]));
     }
     for (const Entry& replica : outgoing.replicas) {
-      if (replica.sink != kNoSink) state.starts.emplace_back(state.sinks[replica.sink], 0);
+      if (replica.sink == StageProgram::kNoSink) continue;
+      state.starts.emplace_back(state.sinks[replica.sink], 0);
     }
   }
 }
 
-void Stage::give_roots(int microbatch, const RootConsumer& consume) const {
-  for (const auto& root : roots_) consume(microbatch, environment_[root.value].detach());
+/// Copies, since the program may write the tensor that it got.
+void Stage::give_losses(int microbatch, StepResults& results) const {
+  for (const auto& root : program_.roots) {
+    const at::Tensor& value = environment_[root.value];
+    if (value.numel() != 1 || !value.is_floating_point()) continue;
+    results.losses.push_back({microbatch, value.detach().clone()});
+  }
 }
 
 void Stage::keep_values(InFlight& state) const {
-  for (const Outgoing& outgoing : outgoing_) {
+  for (const auto& outgoing : program_.outgoing) {
     Message& values = state.values[outgoing.place];
     for (ValueId id : outgoing.values) values.push_back(environment_[id].detach());
   }
 }
 
-void Stage::give_outputs(int microbatch, const OutputConsumer& output) const {
-  for (int position : returned_) {
-    const ValueId id = graph_.outputs[position];
-    if (id == kUndefined) {
-      output(position, microbatch, at::Tensor());
-      continue;
-    }
+void Stage::give_outputs(int microbatch, StepResults& results) const {
+  for (int position : program_.returned) {
+    const ValueId id = program_.graph.outputs[position];
+    if (id == kUndefined) continue;
     // The history of an evaluation ends with its stage.
-    const at::Tensor value = graph_.trains() ? environment_[id] : environment_[id].detach();
+    const bool keeps_history = results.keeps_history && program_.graph.trains();
+    const at::Tensor value = keeps_history ? environment_[id] : environment_[id].detach();
     // Later microbatches and updates go on writing buffers and parameters.
-    output(position, microbatch, copied_.count(position) > 0 ? copy_of(value) : value);
+    const bool is_copied = program_.copied.count(position) > 0;
+    results.outputs.push_back({position, microbatch, is_copied ? copy_of(value) : value});
   }
 }
 
 /// Completes `start_gradients`.
 void Stage::begin_backward(InFlight& state) const {
-  SMP_INTERNAL_ASSERT(state.sinks.size() == static_cast<size_t>(sinks_), "stage ", index_,
+  SMP_INTERNAL_ASSERT(state.sinks.size() == static_cast<size_t>(program_.sinks), "stage ", program_.index,
                       " has a backward without a forward that kept what it needs");
   record_given_gradients(state);
   // Gradients from later stages come first into every sum, as their operators come last in the
   // program and so first in a backward pass.
-  for (const Outgoing& outgoing : outgoing_) {
+  for (const auto& outgoing : program_.outgoing) {
     Message& received = state.gradients[outgoing.place];
     size_t next = 0;
     for (size_t i = 0; i < outgoing.gradients.size(); ++i) {
@@ -437,7 +256,7 @@ void Stage::begin_backward(InFlight& state) const {
     }
     for (const Entry& replica : outgoing.replicas) {
       at::Tensor& gradient = received[next++];
-      if (replica.sink != kNoSink) {
+      if (replica.sink != StageProgram::kNoSink) {
         state.start_gradients.push_back(std::move(gradient));
       } else if (gradient.defined()) {
         state.foreign.emplace_back(replica.value, gradient);  // the owner does not read it itself
@@ -447,49 +266,51 @@ void Stage::begin_backward(InFlight& state) const {
   }
 }
 
-void Stage::fuse(int microbatch, InFlight& state, const GradientBuffer& buffer, bool defer) const {
-  const graph::ExecutionMode& mode = graph_.roots.front().mode;
+void Stage::fuse(int microbatch, InFlight& state, GradientSums* sums, bool defer) const {
+  const graph::ExecutionMode& mode = program_.graph.roots.front().mode;
   // The buffers' products would not be cast as libtorch's own are.
-  if (buffer == nullptr || mode.autocast_cpu || mode.autocast_cuda) return;
+  if (sums == nullptr || !sums->fuses() || mode.autocast_cpu || mode.autocast_cuda) return;
   std::vector<graph::WeightBuffer> weights;
-  for (const Parameter& parameter : parameters_) {
-    const auto type = parameter.tensor.scalar_type();
+  for (size_t i = 0; i < held_.size(); ++i) {
+    const StageProgram::Parameter& parameter = program_.parameters[i];
+    const auto type = held_[i].tensor.scalar_type();
     const bool fits = type == at::kFloat || type == at::kDouble;
-    if (!parameter.owned || parameter.sink == kNoSink || !fits) continue;
-    if (uses_[graph_.values[parameter.value].alias_set] > 1) continue;
-    weights.push_back({state.sinks[parameter.sink],
-                       [=, &buffer] { return buffer(parameter.value, microbatch); }});
+    if (!parameter.gives_gradient() || !fits) continue;
+    if (program_.uses[program_.graph.values[parameter.value].alias_set] > 1) continue;
+    weights.push_back({state.sinks[parameter.sink], [sums, id = parameter.value, microbatch] {
+                         return sums->buffer(id, microbatch);
+                       }});
   }
   state.fusion = std::make_unique<graph::WeightFusion>(state.starts, weights, defer);
 }
 
-void Stage::backward(int microbatch, const GradientConsumer& consume,
-                     const GradientBuffer& buffer) {
+Gradients Stage::backward(int microbatch, GradientSums* sums) {
   InFlight& state = in_flight_[microbatch];
   begin_backward(state);
-  fuse(microbatch, state, buffer, /*defer=*/false);
-  take_gradients(microbatch, state, consume);
+  fuse(microbatch, state, sums, /*defer=*/false);
+  take_gradients(microbatch, state, sums);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {
-    const graph::ModeScope mode(graph_.roots.front().mode);
+    const graph::ModeScope mode(program_.graph.roots.front().mode);
     graph::run_backward(state.starts, state.start_gradients);
   }
   state.start_gradients.clear();  // their memory may be a channel's
-  consume_gradients(microbatch, state, consume);
+  Gradients rest = give_rest(microbatch, state, sums);
   keep_gradients(state);
   finish(state);
   if (residency_) residency_->end(Pass::kBackward, microbatch);
+  return rest;
 }
 
-void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
+void Stage::backward_inputs(int microbatch, GradientSums* sums) {
   InFlight& state = in_flight_[microbatch];
   begin_backward(state);
-  fuse(microbatch, state, buffer, /*defer=*/true);
+  fuse(microbatch, state, sums, /*defer=*/true);
   std::vector<graph::GradientSinkPtr> inputs;
-  for (int sink : input_sinks_) inputs.push_back(state.sinks[sink]);
+  for (int sink : program_.input_sinks) inputs.push_back(state.sinks[sink]);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {
-    const graph::ModeScope mode(graph_.roots.front().mode);
+    const graph::ModeScope mode(program_.graph.roots.front().mode);
     state.split =
         std::make_unique<graph::SplitBackward>(state.starts, state.start_gradients, inputs);
   }
@@ -498,72 +319,87 @@ void Stage::backward_inputs(int microbatch, const GradientBuffer& buffer) {
   keep_gradients(state);
 }
 
-void Stage::backward_weights(int microbatch, const GradientConsumer& consume) {
+Gradients Stage::backward_weights(int microbatch, GradientSums* sums) {
   InFlight& state = in_flight_[microbatch];
-  take_gradients(microbatch, state, consume);
+  take_gradients(microbatch, state, sums);
   if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {
-    const graph::ModeScope mode(graph_.roots.front().mode);
+    const graph::ModeScope mode(program_.graph.roots.front().mode);
     state.split->run_weights();
   }
   if (state.fusion) state.fusion->run();
-  consume_gradients(microbatch, state, consume);
+  Gradients rest = give_rest(microbatch, state, sums);
   finish(state);
   if (residency_) residency_->end(Pass::kBackward, microbatch);
+  return rest;
 }
 
-/// Each gradient goes on as soon as it is complete, so that a stage never has all of them.
-void Stage::take_gradients(int microbatch, InFlight& state, const GradientConsumer& consume) const {
-  state.taking = {this, &consume, microbatch};
-  for (const Parameter& parameter : parameters_) {
-    if (!parameter.owned || parameter.sink == kNoSink) continue;
+/// Each gradient goes on as soon as it is complete, so that a stage never has all of them. One that
+/// is recorded and has no sum goes.
+void Stage::take_gradients(int microbatch, InFlight& state, GradientSums* sums) const {
+  if (sums == nullptr && state.record == nullptr) return;
+  state.taking = {this, sums, microbatch};
+  for (const auto& parameter : program_.parameters) {
+    if (!parameter.gives_gradient()) continue;
     // No more than a function object holds without memory of its own.
     state.sinks[parameter.sink]->take = [&state, id = parameter.value](at::Tensor gradient) {
       const Taking& taking = state.taking;
-      taking.stage->give_gradient(id, taking.microbatch, state, std::move(gradient),
-                                  *taking.consume);
+      taking.stage->record_gradient(id, gradient, state);
+      if (taking.sums != nullptr) taking.sums->add(id, taking.microbatch, std::move(gradient));
     };
   }
 }
 
-/// Passes on the gradients that other stages sent for parameters that this one does not read, and
-/// those of the first half of a divided backward.
-void Stage::consume_gradients(int microbatch, const InFlight& state,
-                              const GradientConsumer& consume) const {
-  for (const auto& [id, gradient] : state.foreign) {
-    give_gradient(id, microbatch, state, gradient, consume);
-  }
-  for (const Parameter& parameter : parameters_) {
-    if (!parameter.owned || parameter.sink == kNoSink) continue;
+/// Passes on the gradients that are not taken: those that other stages sent for parameters that
+/// this one does not read, and those of the first half of a divided backward.
+Gradients Stage::give_rest(int microbatch, const InFlight& state, GradientSums* sums) const {
+  Gradients rest = state.foreign;
+  for (const auto& parameter : program_.parameters) {
+    if (!parameter.gives_gradient()) continue;
     at::Tensor gradient = std::exchange(state.sinks[parameter.sink]->gradient, at::Tensor());
-    if (!gradient.defined()) continue;
-    give_gradient(parameter.value, microbatch, state, std::move(gradient), consume);
+    if (gradient.defined()) rest.emplace_back(parameter.value, std::move(gradient));
   }
-}
-
-std::vector<graph::ValueId> Stage::consumed() const {
-  std::vector<graph::ValueId> result;
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.owned && parameter.sink != kNoSink) result.push_back(parameter.value);
-  }
-  for (const Outgoing& outgoing : outgoing_) {
-    for (const Entry& replica : outgoing.replicas) {
-      if (replica.sink == kNoSink) result.push_back(replica.value);
-    }
-  }
-  std::sort(result.begin(), result.end());
-  result.erase(std::unique(result.begin(), result.end()), result.end());
-  return result;
+  for (const auto& [id, gradient] : rest) record_gradient(id, gradient, state);
+  if (sums == nullptr) return rest;
+  for (auto& [id, gradient] : rest) sums->add(id, microbatch, std::move(gradient));
+  return {};
 }
 
 void Stage::keep_gradients(InFlight& state) const {
-  for (const Incoming& incoming : incoming_) {
+  for (const auto& incoming : program_.incoming) {
     Message& returning = state.gradients[incoming.place];
     for (int sink : incoming.returning) {
-      returning.push_back(sink == kNoSink ? at::Tensor() : state.sinks[sink]->gradient);
+      returning.push_back(sink == StageProgram::kNoSink ? at::Tensor()
+                                                        : state.sinks[sink]->gradient);
     }
   }
   record_gradients(state);
+}
+
+std::string Stage::why_not_captured() const {
+  if (residency_) return "parameters are divided (\"sharded_data_parallel_degree\")";
+  if (store_) return "activations are offloaded (\"offload_activations\")";
+  return program_.why_not_captured();
+}
+
+std::vector<const void*> Stage::addresses() const {
+  std::vector<const void*> addresses;
+  for (const Held& held : held_) addresses.push_back(held.tensor.const_data_ptr());
+  return addresses;
+}
+
+void Stage::forget_leaves() {
+  for (Held& held : held_) held.spare.clear();
+}
+
+void Stage::forget_microbatches() {
+  for (InFlight& state : in_flight_) {
+    state.forget();
+    for (Message& message : state.values) message.clear();
+    for (Message& message : state.gradients) message.clear();
+  }
+  for (at::Tensor& tensor : environment_) tensor.reset();
+  forget_leaves();
 }
 
 /// All but the messages.

@@ -69,26 +69,20 @@ at::Tensor CapturedTensor::copy() const {
   return layout_ ? graph::copy_as_laid_out(tensor_) : tensor_;
 }
 
-StageGraphs::StageGraphs(Stage& stage, const std::vector<Edge>& edges, int microbatches)
-    : stage_(stage), is_stages_(microbatches) {
-  for (size_t i = 0; i < edges.size(); ++i) {
-    if (edges[i].to == stage.index()) incoming_.push_back(static_cast<int>(i));
-    if (edges[i].from == stage.index()) outgoing_.push_back(static_cast<int>(i));
-  }
-}
-
 StageGraphs::Computation& StageGraphs::of(const Action& action) {
   return computations_.at({action.kind, action.microbatch});
 }
 
-/// Places of a computation's messages: values over some edges, or gradients over others.
-std::vector<Message*> StageGraphs::messages(const Action& action, const std::vector<int>& values,
-                                            const std::vector<int>& gradients) {
+/// Places of a computation's messages: of values, or of the gradients that go the other way.
+std::vector<Message*> StageGraphs::messages(const Action& action, bool arriving) {
   std::vector<Message*> messages;
-  if (!action.is_backward()) {
-    for (int edge : values) messages.push_back(&stage_.values(action.microbatch, edge));
-  } else if (action.makes_input_gradients()) {
-    for (int edge : gradients) messages.push_back(&stage_.gradients(action.microbatch, edge));
+  if (action.kind == Action::Kind::kBackwardWeight) return messages;
+  const StageProgram& program = stage_.program();
+  const bool from_before = arriving != action.is_backward();
+  for (int edge : program.own_edges) {
+    if ((program.edges[edge].to == program.index) != from_before) continue;
+    messages.push_back(action.is_backward() ? &stage_.gradients(action.microbatch, edge)
+                                            : &stage_.values(action.microbatch, edge));
   }
   return messages;
 }
@@ -100,7 +94,7 @@ void StageGraphs::note(const Action& action, const Inputs& inputs) {
     inputs_.clear();
     input_count_ = inputs.size();
     for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!stage_.reads_input(i)) continue;
+      if (!stage_.program().reads_input(i)) continue;
       inputs_.push_back(i);
       computation.inputs.emplace_back(inputs[i]);
     }
@@ -123,9 +117,9 @@ void StageGraphs::capture(const Action& action, graph::GraphCapture& capture) {
   Computation& computation = of(action);
   std::vector<at::Tensor> held;  // until the graph is complete, or it would use their memory again
   const bool may_draw = !action.is_backward() || stage_.runs_again();
-  computation.work = capture.capture(may_draw ? stage_.random_ordinals() : std::vector<int>(), [&] {
-    run(action, enter(action, computation), computation, held);
-  });
+  computation.work =
+      capture.capture(may_draw ? stage_.program().random_ordinals() : std::vector<int>(),
+                      [&] { run(action, enter(action, computation), computation, held); });
   addresses_ = stage_.addresses();
 }
 
@@ -152,27 +146,28 @@ void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& c
     held.push_back(tensor);
     return CapturedTensor::at(tensor);
   };
-  const OutputConsumer output = [&](int position, int, const at::Tensor& tensor) {
-    computation.outputs.emplace_back(position, keep(tensor));
-  };
-  const RootConsumer root = [&](int, const at::Tensor& tensor) {
-    computation.roots.push_back(keep(tensor));
-  };
-  const GradientConsumer consume = [&](graph::ValueId parameter, int, at::Tensor gradient) {
-    computation.gradients.emplace_back(parameter, keep(gradient));
-  };
+  StepResults results;
+  results.keeps_losses = true;
+  Gradients gradients;
   switch (action.kind) {
     case Action::Kind::kForward:
-      stage_.forward(action.microbatch, inputs, {}, output, root);
+      stage_.forward(action.microbatch, inputs, {}, results);
       break;
     case Action::Kind::kBackward:
-      stage_.backward(action.microbatch, consume, nullptr);
+      gradients = stage_.backward(action.microbatch, nullptr);
       break;
     case Action::Kind::kBackwardInput:
       stage_.backward_inputs(action.microbatch, nullptr);
       break;
     default:
-      stage_.backward_weights(action.microbatch, consume);
+      gradients = stage_.backward_weights(action.microbatch, nullptr);
+  }
+  for (const auto& loss : results.losses) computation.losses.push_back(keep(loss.value));
+  for (const auto& output : results.outputs) {
+    computation.outputs.emplace_back(output.position, keep(output.value));
+  }
+  for (const auto& [parameter, gradient] : gradients) {
+    computation.gradients.emplace_back(parameter, keep(gradient));
   }
   for (Message* message : leaving(action)) {
     computation.leaving.emplace_back();
@@ -220,33 +215,35 @@ void StageGraphs::launch(const Action& action, const Inputs& inputs, const graph
 }
 
 bool StageGraphs::forward(const Action& action, const Inputs& inputs, const graph::RandomKey& key,
-                          const OutputConsumer& output, const RootConsumer& root) {
+                          StepResults& results) {
+  const int microbatch = action.microbatch;
   const bool is_stages = !enters_as_noted(action, inputs);
-  is_stages_[action.microbatch] = is_stages;
+  is_stages_[microbatch] = is_stages;
   if (is_stages) return false;
   launch(action, inputs, key);
   const Computation& computation = of(action);
-  if (root) {
-    for (const CapturedTensor& tensor : computation.roots) root(action.microbatch, tensor.copy());
+  if (results.keeps_losses) {
+    for (const CapturedTensor& tensor : computation.losses) {
+      results.losses.push_back({microbatch, tensor.copy()});
+    }
   }
   for (const auto& [position, tensor] : computation.outputs) {
-    output(position, action.microbatch, tensor.copy());
+    results.outputs.push_back({position, microbatch, tensor.copy()});
   }
   return true;
 }
 
-bool StageGraphs::backward(const Action& action, const graph::RandomKey& key,
-                           const GradientsConsumer& consume) {
+bool StageGraphs::backward(const Action& action, const graph::RandomKey& key, GradientSums& sums) {
   if (is_stages_[action.microbatch]) return false;
   // Tensors of other strides have another graph, and so another program.
   SMP_INTERNAL_ASSERT(enters_as_noted(action, {}), "stage ", action.stage,
                       " got gradients that do not lie as when its backward was captured");
   launch(action, {}, key);
-  std::vector<std::pair<graph::ValueId, at::Tensor>> gradients;
+  Gradients gradients;
   for (const auto& [parameter, tensor] : of(action).gradients) {
     gradients.emplace_back(parameter, tensor.get());
   }
-  if (!gradients.empty()) consume(action.microbatch, gradients);
+  if (!gradients.empty()) sums.add(action.microbatch, gradients);
   return true;
 }
 

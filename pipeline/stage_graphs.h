@@ -12,7 +12,6 @@
 #include "graph/layout.h"
 #include "graph/random.h"
 #include "pipeline/action.h"
-#include "pipeline/edges.h"
 #include "pipeline/stage.h"
 
 namespace smp::pipeline {
@@ -51,8 +50,8 @@ class CapturedTensor {
 /// their receiver has to copy.
 class StageGraphs {
  public:
-  /// For the computations of a step's microbatches. The stage and the edges outlive it.
-  StageGraphs(Stage& stage, const std::vector<Edge>& edges, int microbatches);
+  /// For the computations of a step's microbatches. The stage outlives it.
+  StageGraphs(Stage& stage, int microbatches) : stage_(stage), is_stages_(microbatches) {}
 
   /// Before a computation of the stage's: notes the layouts of its inputs.
   void note(const Action& action, const std::vector<at::Tensor>& inputs);
@@ -63,10 +62,9 @@ class StageGraphs {
   /// Does the same as `Stage::forward`. False, and nothing is done, where inputs lie otherwise than
   /// before: the microbatch is the stage's, then.
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
-               const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
+               const graph::RandomKey& key, StepResults& results);
   /// Does the same as `Stage::backward` and its two parts. False if the microbatch is the stage's.
-  bool backward(const Action& action, const graph::RandomKey& key,
-                const GradientsConsumer& consume);
+  bool backward(const Action& action, const graph::RandomKey& key, GradientSums& sums);
 
   /// Forgets captures, and not notes.
   void forget();
@@ -82,21 +80,16 @@ class StageGraphs {
     std::vector<CapturedMessage> arriving;
     // Once it is captured.
     graph::CapturedWork work;
-    std::vector<CapturedTensor> roots;
+    std::vector<CapturedTensor> losses;
     std::vector<std::pair<int, CapturedTensor>> outputs;               // outputs by position
     std::vector<std::pair<graph::ValueId, CapturedTensor>> gradients;  // gradients by parameter
     std::vector<CapturedMessage> leaving;
   };
 
   Computation& of(const Action& action);
-  std::vector<Message*> messages(const Action& action, const std::vector<int>& values,
-                                 const std::vector<int>& gradients);
-  std::vector<Message*> arriving(const Action& action) {
-    return messages(action, incoming_, outgoing_);
-  }
-  std::vector<Message*> leaving(const Action& action) {
-    return messages(action, outgoing_, incoming_);
-  }
+  std::vector<Message*> messages(const Action& action, bool arriving);
+  std::vector<Message*> arriving(const Action& action) { return messages(action, true); }
+  std::vector<Message*> leaving(const Action& action) { return messages(action, false); }
   bool enters_as_noted(const Action& action, const Inputs& inputs);
   Inputs enter(const Action& action, Computation& computation);
   void run(const Action& action, const Inputs& inputs, Computation& computation,
@@ -104,9 +97,8 @@ class StageGraphs {
   void launch(const Action& action, const Inputs& inputs, const graph::RandomKey& key);
 
   Stage& stage_;
-  std::vector<size_t> inputs_;            // positions of the step's inputs that the stage reads
-  size_t input_count_ = 0;                // inputs of the step
-  std::vector<int> incoming_, outgoing_;  // edges
+  std::vector<size_t> inputs_;  // positions of the step's inputs that the stage reads
+  size_t input_count_ = 0;      // inputs of the step
   std::map<std::pair<Action::Kind, int>, Computation> computations_;  // computations by microbatch
   std::vector<bool> is_stages_;                                       // microbatches of the stage
   std::vector<const void*> addresses_;

@@ -4,7 +4,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
+#include <map>
+#include <utility>
 #include <vector>
 
 namespace smp::pipeline {
@@ -30,18 +31,19 @@ struct TensorHash {
 
 /// The results of a stage for one microbatch. Those that are others' memory, or uninitialised, are
 /// left out (`graph::computes`), and parameter gradients where products add to the sums themselves
-/// (`GradientBuffer`).
+/// (`GradientSums::fuses`).
 struct StageRecord {
   /// Results in the order in which operators ran, buffers, then gradients.
   std::vector<TensorHash> hashes;
 
   /// Whether `given` is wanted.
   bool keeps_given = false;
-  /// The tensors that the stage was given to compute from, as they were then (`Stage::given`).
-  /// Those that no operator writes before the step ends are no copies.
+  /// The tensors that the stage was given to compute from, as they were then
+  /// (`StageProgram::given`). Those that no operator writes before the step ends are no copies.
   std::vector<at::Tensor> given;
-  /// Called when all is there, if set, by the thread that runs the stage.
-  std::function<void()> complete;
 };
+
+/// The records of a rank's stages in a step: by stage and microbatch.
+using StepRecords = std::map<std::pair<int, int>, StageRecord>;
 
 }  // namespace smp::pipeline

@@ -3,7 +3,7 @@
 
 #include <sstream>
 
-#include "pipeline/stage.h"
+#include "pipeline/stage_program.h"
 
 namespace smp::pipeline {
 namespace {
@@ -37,45 +37,45 @@ class StageText {
 
 }  // namespace
 
-std::string Stage::describe() const {
-  StageText text(graph_);
-  text.out() << "stage " << index_ << ": " << operators_.size() << " operators, "
-             << (has_backward_ ? "forward and backward" : "forward only") << "\n";
-  for (const Input& input : inputs_) {
+std::string StageProgram::describe() const {
+  StageText text(graph);
+  text.out() << "stage " << index << ": " << operators.size() << " operators, "
+             << (has_backward ? "forward and backward" : "forward only") << "\n";
+  for (const Input& input : inputs) {
     text.line("input " + std::to_string(input.position),
               text.value(input.value) + (input.written ? ", a copy, which is written" : ""));
   }
-  for (const Content& content : contents_) text.line("constant", text.value(content.value));
-  for (const Parameter& parameter : parameters_) {
+  for (const Content& content : contents) text.line("constant", text.value(content.value));
+  for (const Parameter& parameter : parameters) {
     std::string about = parameter.owned ? "" : ", of another stage";
     if (parameter.sink != kNoSink) {
       about += parameter.owned ? ", gradient to its sum" : ", gradient to its owner";
     }
     if (parameter.copied) about += ", a copy in each microbatch";
-    const bool is_buffer = graph_.values[parameter.value].kind == ValueKind::kBuffer;
+    const bool is_buffer = graph.values[parameter.value].kind == ValueKind::kBuffer;
     text.line(is_buffer ? "buffer" : "parameter", text.value(parameter.value) + about);
   }
-  for (const Incoming& incoming : incoming_) {
-    const Edge& edge = edges_[own_edges_[incoming.place]];
-    for (const Entry& entry : incoming.values) {
+  for (const Incoming& in : incoming) {
+    const Edge& edge = edges[own_edges[in.place]];
+    for (const Entry& entry : in.values) {
       text.line("from " + std::to_string(edge.from),
                 text.value(entry.value) + (entry.sink != kNoSink ? ", gradient back" : ""));
     }
   }
-  for (const Outgoing& outgoing : outgoing_) {
-    const Edge& edge = edges_[own_edges_[outgoing.place]];
+  for (const Outgoing& out : outgoing) {
+    const Edge& edge = edges[own_edges[out.place]];
     const auto to = "to " + std::to_string(edge.to);
-    const std::set<ValueId> returning(outgoing.gradients.begin(), outgoing.gradients.end());
-    for (ValueId id : outgoing.values) {
+    const std::set<ValueId> returning(out.gradients.begin(), out.gradients.end());
+    for (ValueId id : out.values) {
       text.line(to, text.value(id) + (returning.count(id) > 0 ? ", gradient comes back" : ""));
     }
-    for (const Entry& replica : outgoing.replicas) {
+    for (const Entry& replica : out.replicas) {
       text.line(to, text.value(replica.value) + ", the gradient of its use there comes back");
     }
   }
-  for (const auto& root : roots_) text.line("backward of", text.value(root.value));
-  for (int position : returned_) {
-    const ValueId id = graph_.outputs[position];
+  for (const auto& root : roots) text.line("backward of", text.value(root.value));
+  for (int position : returned) {
+    const ValueId id = graph.outputs[position];
     text.line("output " + std::to_string(position),
               id == kUndefined ? "undefined" : text.value(id));
   }

@@ -14,13 +14,9 @@
 
 namespace smp::pipeline {
 
-StepGraphs::StepGraphs(at::Device device, const std::vector<Edge>& edges,
-                       const std::vector<Action>& actions, int microbatches, bool required)
-    : device_(device),
-      edges_(edges),
-      actions_(actions),
-      microbatches_(microbatches),
-      required_(required) {
+StepGraphs::StepGraphs(at::Device device, const std::vector<Action>& actions, int microbatches,
+                       bool required)
+    : device_(device), actions_(actions), microbatches_(microbatches), required_(required) {
   if (!graph::has_device_graphs(device)) {
     report(c10::str("device ", device, " has none",
                     device.is_cuda() ? " in this build: build for CUDA (docs/cuda.md)" : ""));
@@ -48,8 +44,7 @@ void StepGraphs::add_stage(Stage& stage) {
     report(c10::str("stage ", stage.index(), ": ", why_not));
     return;
   }
-  graphs_.emplace(std::piecewise_construct, std::forward_as_tuple(stage.index()),
-                  std::forward_as_tuple(stage, edges_, microbatches_));
+  graphs_.try_emplace(stage.index(), stage, microbatches_);
   stages_.emplace(stage.index(), &stage);
 }
 
@@ -123,7 +118,7 @@ void StepGraphs::capture_all() {
   std::set<int> ordinals;
   for (const auto& [index, stage] : stages_) {
     stage->forget_leaves();
-    const auto some = stage->random_ordinals();
+    const auto some = stage->program().random_ordinals();
     ordinals.insert(some.begin(), some.end());
   }
   size_t count = 0;
@@ -143,13 +138,12 @@ void StepGraphs::capture_all() {
 }
 
 bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& inputs,
-                         const graph::RandomKey& key, const OutputConsumer& output,
-                         const RootConsumer& root) {
+                         const graph::RandomKey& key, StepResults& results) {
   const auto graphs = graphs_.find(action.stage);
   if (graphs == graphs_.end()) return false;
   if (use_ == Use::kNotes) graphs->second.note(action, inputs);
   if (use_ != Use::kLaunches) return false;
-  if (graphs->second.forward(action, inputs, key, output, root)) return true;
+  if (graphs->second.forward(action, inputs, key, results)) return true;
   if (said_.insert(action.stage).second) {
     core::log_warning(
         c10::str("\"cuda_graphs\": stage ", action.stage,
@@ -160,12 +154,11 @@ bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& in
   return false;
 }
 
-bool StepGraphs::backward(const Action& action, const graph::RandomKey& key,
-                          const GradientsConsumer& consume) {
+bool StepGraphs::backward(const Action& action, const graph::RandomKey& key, GradientSums& sums) {
   const auto graphs = graphs_.find(action.stage);
   if (graphs == graphs_.end()) return false;
   if (use_ == Use::kNotes) graphs->second.note(action, {});
-  return use_ == Use::kLaunches && graphs->second.backward(action, key, consume);
+  return use_ == Use::kLaunches && graphs->second.backward(action, key, sums);
 }
 
 }  // namespace smp::pipeline

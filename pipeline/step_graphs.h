@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "pipeline/action.h"
-#include "pipeline/edges.h"
 #include "pipeline/stage.h"
 #include "pipeline/stage_graphs.h"
 
@@ -24,9 +23,9 @@ class StepGraphs {
  public:
   /// `required`: a computation that cannot be captured is an error; else it runs operator by
   /// operator, and a line of log says why. `actions`: those of this rank in a step, of so many
-  /// microbatches. The edges and the actions outlive it.
-  StepGraphs(at::Device device, const std::vector<Edge>& edges, const std::vector<Action>& actions,
-             int microbatches, bool required);
+  /// microbatches, which outlive it.
+  StepGraphs(at::Device device, const std::vector<Action>& actions, int microbatches,
+             bool required);
   /// Waits for the graphs that were launched.
   ~StepGraphs();
   StepGraphs(const StepGraphs&) = delete;
@@ -43,10 +42,9 @@ class StepGraphs {
 
   /// Does the same as `Stage::forward`. False, and nothing is done, where the stage has to run it.
   bool forward(const Action& action, const std::vector<at::Tensor>& inputs,
-               const graph::RandomKey& key, const OutputConsumer& output, const RootConsumer& root);
+               const graph::RandomKey& key, StepResults& results);
   /// Does the same as `Stage::backward` and its two parts.
-  bool backward(const Action& action, const graph::RandomKey& key,
-                const GradientsConsumer& consume);
+  bool backward(const Action& action, const graph::RandomKey& key, GradientSums& sums);
 
  private:
   enum class Use { kNothing, kNotes, kLaunches };
@@ -61,7 +59,6 @@ class StepGraphs {
   bool are_valid() const;
 
   const at::Device device_;
-  const std::vector<Edge>& edges_;
   const std::vector<Action>& actions_;
   const int microbatches_;
   const bool required_;

@@ -127,37 +127,16 @@ const Lane* predicted_lane(const Timeline& timeline, int rank) {
   return nullptr;
 }
 
-/// The kinds that get a column, in this order, and its heading.
-struct Column {
-  const char* heading;
-  std::vector<Kind> kinds;
-};
-
-const std::vector<Column>& columns() {
-  static const std::vector<Column> all = {
-      {"forward", {Kind::kForward}},
-      {"backward", {Kind::kBackward}},
-      {"inputs", {Kind::kBackwardInput}},
-      {"weights", {Kind::kBackwardWeight}},
-      {"send", {Kind::kSendForward, Kind::kSendBackward}},
-      {"reduce", {Kind::kReduce}},
-      {"wait", {Kind::kRecvForward, Kind::kRecvBackward}},
-  };
-  return all;
-}
-
-double time_of(const Lane& lane, const Column& column) {
-  double sum = 0;
-  for (const Kind kind : column.kinds) sum += lane.time(kind);
-  return sum;
-}
+/// The groups of actions that get a column, in this order.
+constexpr std::string_view kColumns[] = {"forward", "backward", "inputs", "weights",
+                                         "send",    "reduce",   "wait"};
 
 /// The columns with anything in them.
-std::vector<Column> used_columns(const StepTimeline& step) {
-  std::vector<Column> used;
-  for (const Column& column : columns()) {
+std::vector<std::string_view> used_columns(const StepTimeline& step) {
+  std::vector<std::string_view> used;
+  for (std::string_view column : kColumns) {
     if (std::any_of(step.lanes.begin(), step.lanes.end(),
-                    [&](const Lane& lane) { return time_of(lane, column) > 0; })) {
+                    [&](const Lane& lane) { return lane.time(column) > 0; })) {
       used.push_back(column);
     }
   }
@@ -294,10 +273,10 @@ double Lane::busy() const {
   return sum;
 }
 
-double Lane::time(Kind kind) const {
+double Lane::time(std::string_view group) const {
   double sum = 0;
   for (const TimedAction& timed : actions) {
-    if (timed.action.kind == kind) sum += timed.end - timed.start;
+    if (group_of(timed.action) == group) sum += timed.end - timed.start;
   }
   return sum;
 }
@@ -405,12 +384,12 @@ std::vector<std::vector<std::string>> table_of(const StepTimeline& step, const T
   const bool replicas = !step.lanes.empty() && step.lanes.back().replica > 0;
   const bool compares = !timeline.measured.empty() && timeline.predicted;
   const bool memory = has_memory(step);
-  const std::vector<Column> used = used_columns(step);
+  const std::vector<std::string_view> used = used_columns(step);
   std::vector<std::string> headings;
   if (replicas) headings.emplace_back("replica");
   headings.insert(headings.end(), {"rank", "idle"});
   if (compares) headings.emplace_back("predicted");
-  for (const Column& column : used) headings.emplace_back(column.heading);
+  for (std::string_view column : used) headings.emplace_back(column);
   headings.emplace_back("other");
   if (memory) headings.emplace_back("kept at most");
 
@@ -425,8 +404,8 @@ std::vector<std::vector<std::string>> table_of(const StepTimeline& step, const T
       row.push_back(predicted ? percent(timeline.predicted->idle(*predicted)) : "-");
     }
     double rest = step.makespan;
-    for (const Column& column : used) {
-      const double time = time_of(lane, column);
+    for (std::string_view column : used) {
+      const double time = lane.time(column);
       rest -= time;
       row.push_back(percent(step.makespan > 0 ? time / step.makespan : 0));
     }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -13,9 +14,9 @@
 
 namespace smp::pipeline {
 
-/// Times of the events in a step, as recorded by the ranks that ran it; docs/timeline.md. Recording
-/// and its message form come first, then the steps of all ranks put together, ready to be shown: as
-/// a trace (pipeline/trace.h), a page (pipeline/timeline_page.h), or the text below.
+/// Times of the events in a step, as recorded by the ranks that ran it; docs/performance.md.
+/// Recording and its message form come first, then the steps of all ranks put together, ready to be
+/// shown: as a trace (pipeline/trace.h), a page (pipeline/timeline_page.h), or the text below.
 
 // --- recording ------------------------------------------------------------------------------
 
@@ -152,7 +153,8 @@ struct Lane {
 
   /// Computes, sends and reduces: everything but waiting. Idle is the rest of the step.
   double busy() const;
-  double time(Action::Kind kind) const;
+  /// Time in actions of one group (`group_of`).
+  double time(std::string_view group) const;
   double peak_memory() const;
 };
 

@@ -16,25 +16,6 @@ namespace smp::pipeline {
 namespace {
 
 using nlohmann::json;
-using Kind = Action::Kind;
-
-/// The kinds by which core/web/timeline.js colours.
-const char* kind_of(const Action& action) {
-  switch (action.kind) {
-    case Kind::kForward:
-      return "forward";
-    case Kind::kBackward:
-      return "backward";
-    case Kind::kBackwardInput:
-      return "inputs";
-    case Kind::kBackwardWeight:
-      return "weights";
-    case Kind::kReduce:
-      return "reduce";
-    default:
-      return action.is_send() ? "send" : "wait";
-  }
-}
 
 json actions_of(const Lane& lane) {
   json actions = json::array();
@@ -42,7 +23,7 @@ json actions_of(const Lane& lane) {
     const TimedAction& timed = lane.actions[i];
     actions.push_back({{"name", to_string(timed.action)},
                        {"text", describe(timed.action)},
-                       {"kind", kind_of(timed.action)},
+                       {"kind", group_of(timed.action)},
                        {"stage", timed.action.stage},
                        {"m", timed.action.microbatch},
                        {"start", timed.start},

@@ -11,21 +11,12 @@ namespace smp::pipeline {
 namespace {
 
 using nlohmann::json;
-using Kind = Action::Kind;
 
 /// An arrow ends in the receive, of which the last moment is no longer part.
 constexpr double kNanosecond = 1e-3;
 
 /// The thread of a rank's reductions is its rank and this.
 constexpr int kReductions = 1 << 20;
-
-/// The category by which the viewer colours and selects.
-const char* category(const Action& action) {
-  if (action.is_send()) return "send";
-  if (action.is_recv()) return "wait";
-  if (action.kind == Kind::kReduce) return "reduce";
-  return action.kind == Kind::kForward ? "forward" : "backward";
-}
 
 class Trace {
  public:
@@ -93,7 +84,7 @@ class Trace {
          {"pid", process + lane.replica},
          {"tid", lane.rank},
          {"name", to_string(timed.action)},
-         {"cat", category(timed.action)},
+         {"cat", group_of(timed.action)},
          {"ts", step.begin + timed.start},
          {"dur", timed.end - timed.start},
          {"args", std::move(arguments)}});

@@ -14,7 +14,7 @@
 #include "graph/whole_tensors.h"
 #include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
-#include "pipeline/action.h"
+#include "pipeline/observer.h"
 #include "runtime/step/step_functions.h"
 
 // State of a rank's program, by its writer. Internal; parts of `Runtime`.
@@ -94,8 +94,8 @@ struct Execution {
   /// How many messages a channel takes beyond those that its receiver holds, at least: two let one
   /// arrive while the one before it is used.
   int messages_ahead = 2;
-  /// Called when an action of a step has begun, if set; for tests.
-  std::function<void(const pipeline::Action&)> on_action;
+  /// Look at all steps. Each is here for as long as it lives.
+  std::vector<pipeline::Observer*> observers;
   /// Told of reductions of gradients, if set; for tests.
   dp::ReductionObserver on_reduction;
 };

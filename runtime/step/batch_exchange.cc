@@ -39,6 +39,16 @@ pipeline::MessageLayout layout_of(const std::vector<at::Tensor>& tensors) {
   return pipeline::MessageLayout(metas);
 }
 
+/// The tensors of a message, in the place of `mine`. Every rank takes its own from there, too: a
+/// message may change strides, and graphs are to be alike.
+std::vector<at::Tensor> unpack_like(const std::vector<at::Tensor>& mine,
+                                    const pipeline::MessageLayout& layout,
+                                    const at::Tensor& message) {
+  std::vector<at::Tensor> tensors = layout.unpack(message);
+  for (size_t i = 0; i < mine.size(); ++i) tensors[i].requires_grad_(mine[i].requires_grad());
+  return tensors;
+}
+
 }  // namespace
 
 std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
@@ -51,10 +61,7 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
   const at::Tensor all = at::empty({group.size(), layout.nbytes()}, at::kByte);
   group.all_gather(all, layout.pack(mine));
   for (int rank = 0; rank < group.size(); ++rank) {
-    batches[rank] = layout.unpack(all[rank]);  // the own, too: alike on all ranks
-    for (size_t i = 0; i < mine.size(); ++i) {
-      batches[rank][i].requires_grad_(mine[i].requires_grad());
-    }
+    batches[rank] = unpack_like(mine, layout, all[rank]);
   }
   return batches;
 }
@@ -70,10 +77,9 @@ std::vector<at::Tensor> take_first_batch(comm::Communicator& group,
                  ". Pass dummies of the same shapes, types and order in memory there");
   if (mine.empty() || group.size() == 1) return mine;
   const pipeline::MessageLayout layout = layout_of(mine);
-  const bool is_first = group.rank() == 0;
-  const at::Tensor message = is_first ? layout.pack(mine) : layout.make_buffer();
+  const at::Tensor message = group.rank() == 0 ? layout.pack(mine) : layout.make_buffer();
   group.broadcast(message, /*root=*/0);
-  return is_first ? mine : layout.unpack(message);
+  return unpack_like(mine, layout, message);
 }
 
 }  // namespace smp::runtime

@@ -16,7 +16,7 @@ HashRecording::HashRecording(Runtime& runtime, std::shared_ptr<const RecordedRow
 }
 
 void HashRecording::write(const std::string& step_function, uint64_t call,
-                          const StepRecords& records,
+                          const pipeline::StepRecords& records,
                           const std::function<uint64_t(int microbatch)>& global) {
   const uint64_t graph = rows_->fingerprint();
   if (!log_->knows(graph)) log_->add_graph(graph, rows_->rows());

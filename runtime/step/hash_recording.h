@@ -19,7 +19,7 @@ class HashRecording {
   HashRecording(Runtime& runtime, std::shared_ptr<const RecordedRows> rows);
 
   /// A step has run. `global`: the number of a microbatch among those of all ranks.
-  void write(const std::string& step_function, uint64_t call, const StepRecords& records,
+  void write(const std::string& step_function, uint64_t call, const pipeline::StepRecords& records,
              const std::function<uint64_t(int microbatch)>& global);
 
  private:

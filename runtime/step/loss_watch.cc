@@ -32,23 +32,22 @@ bool is_power_of_ten(int64_t number) {
 
 }  // namespace
 
-void LossWatch::begin(const Runtime& runtime, uint64_t call) {
+bool LossWatch::begin(const Runtime& runtime, uint64_t call) {
   call_ = call;
-  looks_ = !scales_loss(runtime);
   here_.clear();
   awaited_ = std::exchange(on_device_, {});
-  if (awaited_.empty()) return;
-  const at::Device device = awaited_.front().value.device();
-  made_.emplace(device.type());
-  made_->record(VirtualGuardImpl(device.type()).getStream(device));
+  if (!awaited_.empty()) {
+    const at::Device device = awaited_.front().value.device();
+    made_.emplace(device.type());
+    made_->record(VirtualGuardImpl(device.type()).getStream(device));
+  }
+  return !scales_loss(runtime);
 }
 
-void LossWatch::look(int microbatch, const at::Tensor& root) {
-  if (!looks_ || root.numel() != 1 || !root.is_floating_point()) return;
-  (root.is_cpu() ? here_ : on_device_).push_back({call_, microbatch, root.clone()});
-}
-
-bool LossWatch::finish() {
+bool LossWatch::finish(const std::vector<pipeline::StepResults::Loss>& losses) {
+  for (const auto& [microbatch, value] : losses) {
+    (value.is_cpu() ? here_ : on_device_).push_back({call_, microbatch, value});
+  }
   const Root* bad = nullptr;
   if (!awaited_.empty()) {
     const at::Device device = awaited_.front().value.device();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/stage.h"
 #include "runtime/runtime.h"
 
 namespace smp::runtime {
@@ -26,12 +27,10 @@ bool scales_loss(const Runtime& runtime);
 /// stream beside the one that computes.
 class LossWatch {
  public:
-  /// A step begins; `call` calls of its function came before.
-  void begin(const Runtime& runtime, uint64_t call);
-  /// A tensor from which the backward of a microbatch starts.
-  void look(int microbatch, const at::Tensor& root);
-  /// The step has run its backwards: whether one of its numbers was not finite.
-  bool finish();
+  /// A step begins; `call` calls of its function came before. Whether it looks at the step.
+  bool begin(const Runtime& runtime, uint64_t call);
+  /// The step has run its backwards, which started from these: whether one was not finite.
+  bool finish(const std::vector<pipeline::StepResults::Loss>& losses);
 
   /// Warns of it, the first, tenth, hundredth ... time. `bad[r]`: whether replica r had one, too.
   void report(const Runtime& runtime, const std::string& step_name, const std::vector<bool>& bad);
@@ -46,7 +45,6 @@ class LossWatch {
   /// One that is not finite, or null.
   static const Root* find_bad(const std::vector<Root>& roots);
 
-  bool looks_ = false;
   uint64_t call_ = 0;
   std::vector<Root> here_, on_device_, awaited_;
   std::optional<c10::Event> made_;   // after those awaited

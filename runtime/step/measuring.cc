@@ -7,11 +7,13 @@
 #include "core/check.h"
 #include "graph/content.h"
 #include "graph/profile.h"
+#include "graph/replay.h"
 #include "graph/serialize.h"
 #include "partitioner/cost.h"
 #include "runtime/first_difference.h"
 #include "runtime/parameters/buffer_restorer.h"
 #include "runtime/step/microbatches.h"
+#include "runtime/update/optimizer_states.h"
 
 namespace smp::runtime {
 namespace {
@@ -22,7 +24,7 @@ using graph::ValueKind;
 /// divided its parameters or exchange values in it.
 bool runs_in_group(const Runtime& runtime, const graph::Graph& graph) {
   const auto is_part = [&](const graph::Value& value) {
-    return value.kind == ValueKind::kParameter && runtime.table().at(value.name).split;
+    return value.kind == ValueKind::kParameter && runtime.table().at(value.name).is_divided();
   };
   const auto exchanges = [](const graph::Operator& op) {
     return op.name().rfind("smp::tp_", 0) == 0;
@@ -41,7 +43,7 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const graph::Value& value = graph.values[id];
     if (value.kind == ValueKind::kInput) {
-      environment[id] = inputs[std::stoul(value.name)].clone().to(runtime.device());
+      environment[id] = graph::copy_to(runtime.device(), inputs[std::stoul(value.name)]);
     }
     if (value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer) {
       environment[id] = runtime.table().at(value.name).tensor;
@@ -95,7 +97,9 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
 
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {
   const auto path = runtime.config().graph_file();
-  if (path && runtime.rank() == 0) graph::save_graph(graph, *path);
+  if (path && runtime.rank() == 0) {
+    graph::save_graph(graph, *path, runtime.optimizer_states().factors());
+  }
 }
 
 }  // namespace smp::runtime

@@ -160,7 +160,7 @@ class Holding {
   /// That this rank is to hold, before replicas divide it.
   int64_t bytes(const ParameterTable::Entry& entry) const {
     const auto split = splits_.find(entry.name);
-    const bool is_whole = split != splits_.end() && !entry.split;
+    const bool is_whole = split != splits_.end() && !entry.is_divided();
     const auto size = static_cast<int64_t>(entry.tensor.nbytes());
     return is_whole ? size / split->second.ranks : size;
   }

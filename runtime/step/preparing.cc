@@ -12,6 +12,7 @@
 
 #include "core/check.h"
 #include "graph/recording.h"
+#include "nn/parameter_sharding.h"
 #include "runtime/first_difference.h"
 #include "runtime/model.h"
 #include "runtime/parameters/delayed.h"
@@ -19,6 +20,7 @@
 #include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/cost_measurement.h"
 #include "runtime/step/pipeline_choice.h"
+#include "runtime/update/optimizer_states.h"
 
 namespace smp::runtime {
 namespace {
@@ -32,7 +34,7 @@ std::string describe_models(const Runtime& runtime) {
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
     if (graph::is_deferred(entry.values())) out << " (delayed)";
-    if (entry.split) out << ", a part of " << entry.split->to_string();
+    if (entry.is_divided()) out << ", a part of " << nn::split_of(entry.sharding).to_string();
     out << "\n";
   }
   for (const auto& model : runtime.models()) {
@@ -101,7 +103,7 @@ void broadcast_values(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     if (graph::is_deferred(entry.values())) continue;
     const at::Tensor copy = entry.values().detach().cpu().contiguous();
-    (entry.split ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
+    (entry.is_divided() ? runtime.same_parts() : runtime.world())->broadcast(copy, 0);
     if (!copy.is_alias_of(entry.values())) entry.values().detach().copy_(copy);
   }
 }
@@ -121,6 +123,7 @@ void prepare_models(Runtime& runtime) {
   const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
   runtime.first_step.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
   runtime.first_step.costs = settle_costs(runtime);
+  runtime.optimizer_states().settle(runtime);
   if (has_delayed(runtime)) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);

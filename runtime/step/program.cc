@@ -115,21 +115,19 @@ void Program::make_gradients() {
   whole_.clear();
   divisors_.clear();
   sharded_.clear();
-  place_of_.assign(graph_->values.size(), {});
+  std::vector<pipeline::GradientSums::Place> places(graph_->values.size());
   for (const auto& model : runtime_->models()) {
     std::vector<at::Tensor> parameters;
-    std::vector<graph::ValueId> divided;
+    std::vector<graph::ValueId> own, divided;
     for (const at::Tensor& parameter : model->trained_parameters()) {
       const auto& entry = runtime_->table().at(parameter);
       const auto id = id_of.find(entry.name);
       const auto shard = entry.shard();
       if (id != id_of.end()) {
-        place_of_[id->second] = {whole_.size(), shard.value_or(parameters.size()),
-                                 shard.has_value()};
-        if (shard) divided.push_back(id->second);
+        places[id->second].index = shard.value_or(parameters.size());
+        (shard ? divided : own).push_back(id->second);
       }
-      if (shard) continue;
-      parameters.push_back(parameter);
+      if (!shard) parameters.push_back(parameter);
     }
     const auto& options = model->options();
     dp::BucketOptions bucket;
@@ -148,11 +146,17 @@ void Program::make_gradients() {
     if (slices) check_still_trained(*slices, parameters);
     whole_.push_back(model->gradients(parameters, bucket));
     divisors_.push_back(bucket.divisor);
-    if (runtime_->sharding()) sharded_.push_back(make_sharded_gradients(bucket, divided));
+    for (graph::ValueId id : own) places[id].sums = places[id].whole = whole_.back().get();
+    if (!runtime_->sharding()) continue;
+    sharded_.push_back(make_sharded_gradients(bucket, divided));
+    for (graph::ValueId id : divided) places[id].sums = sharded_.back().get();
   }
-  reductions_.clear();
-  for (const auto& gradients : sharded_) reductions_.push_back(gradients.get());
-  for (const auto& gradients : whole_) reductions_.push_back(gradients.get());
+  std::vector<dp::StepGradients*> all;
+  for (const auto& gradients : sharded_) all.push_back(gradients.get());
+  for (const auto& gradients : whole_) all.push_back(gradients.get());
+  gradients_ =
+      pipeline::GradientSums(std::move(all), std::move(places), static_cast<int>(microbatches_),
+                             runtime_->config().gradient_accumulation_fusion());
 }
 
 std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
@@ -173,7 +177,6 @@ void Program::begin_training(const std::string& name) {
                  "function with inputs of the same shapes, or use one backward pass a step");
   make_gradients();
   begin_together(runtime_->replica_join->begin_step(shared_from_this(), name));
-  await_gradients();
 }
 
 void Program::begin_together(const ReplicaJoin::Step& step) {
@@ -201,23 +204,9 @@ std::vector<int> Program::own_stages() const {
 
 bool Program::reads_input(size_t position) const {
   const auto stages = own_stages();
-  return std::any_of(stages.begin(), stages.end(),
-                     [&](int stage) { return runner_->stage(stage).reads_input(position); });
-}
-
-dp::StepGradients& Program::gradients_at(const Place& place) const {
-  if (place.divided) return *sharded_[place.model];
-  return *whole_[place.model];
-}
-
-/// A parameter's gradients come from the stage that owns it.
-void Program::await_gradients() {
-  caller_ = core::this_public_call();
-  for (int stage : own_stages()) {
-    for (graph::ValueId id : runner_->stage(stage).consumed()) {
-      gradients_at(place_of_[id]).await(place_of_[id].index);
-    }
-  }
+  return std::any_of(stages.begin(), stages.end(), [&](int stage) {
+    return runner_->stage(stage).program().reads_input(position);
+  });
 }
 
 /// Gives the buffers of a replica to all, where models ask for it.
@@ -232,53 +221,6 @@ void Program::broadcast_buffers(int source) {
   }
 }
 
-void Program::take_gradient(graph::ValueId parameter, int microbatch, at::Tensor gradient) {
-  const Place& place = place_of_[parameter];
-  gradients_at(place).add(place.index, microbatch, std::move(gradient));
-  if (!is_complete_with(microbatch)) return;
-  gradients_at(place).complete(place.index);
-  start_reductions();
-}
-
-/// Whether a parameter gets no gradient after one of this microbatch.
-bool Program::is_complete_with(int microbatch) const {
-  // Products that are fused with their sums may follow.
-  return microbatch + 1 == microbatches_ && !runtime_->config().gradient_accumulation_fusion();
-}
-
-void Program::take_gradients(int microbatch,
-                             const std::vector<std::pair<graph::ValueId, at::Tensor>>& gradients) {
-  std::map<dp::StepGradients*, std::vector<dp::StepGradients::Given>> given;
-  for (const auto& [parameter, gradient] : gradients) {
-    const Place& place = place_of_[parameter];
-    given[&gradients_at(place)].push_back({place.index, gradient});
-  }
-  for (const auto& [sums, list] : given) {
-    sums->add(microbatch, list);
-    for (const auto& each : list) {
-      if (is_complete_with(microbatch)) sums->complete(each.index);
-    }
-  }
-  if (is_complete_with(microbatch)) start_reductions();
-}
-
-/// After the last backward of a stage, for parameters that got no gradient in it.
-void Program::complete_stage(int stage) {
-  for (graph::ValueId id : runner_->stage(stage).consumed()) {
-    gradients_at(place_of_[id]).complete(place_of_[id].index);
-  }
-  start_reductions();
-}
-
-/// One after the other, so that replicas reduce in one order. From a thread of libtorch's where a
-/// device's gradients come.
-void Program::start_reductions() {
-  const core::PublicCallScope here(caller_);
-  for (dp::StepGradients* gradients : reductions_) {
-    if (!gradients->start_complete()) return;
-  }
-}
-
 /// Notes when buckets are reduced, in a step that is recorded, and tells tests. The result says
 /// when they are.
 Program::Reductions Program::observe_reductions(bool records) {
@@ -290,7 +232,7 @@ Program::Reductions Program::observe_reductions(bool records) {
     if (test) test(event);
   };
   const bool notes = records && runtime_->replicas()->size() > 1;
-  for (dp::StepGradients* gradients : reductions_) {
+  for (dp::StepGradients* gradients : gradients_.all()) {
     const bool looks = notes || runtime_->execution.on_reduction;
     gradients->observe(looks ? dp::ReductionObserver(note) : nullptr);
   }
@@ -299,7 +241,7 @@ Program::Reductions Program::observe_reductions(bool records) {
 
 /// Reduces buckets that have not started, too. `pace` is this replica's, but for its updates.
 void Program::finish_training(const std::string& name, ReplicaPace pace) {
-  for (dp::StepGradients* gradients : reductions_) gradients->reduce();
+  for (dp::StepGradients* gradients : gradients_.all()) gradients->reduce();
   pace.updates = runtime_->update_watch->updates();
   PaceExchange exchange(*runtime_->replicas(), pace);
   if (replay_check_) replay_check_->finish();
@@ -312,7 +254,7 @@ void Program::finish_training(const std::string& name, ReplicaPace pace) {
         " of this rank: one that leaves out a step, or has fewer batches, ends before]");
   };
   dp::with_where_in_errors(where, [&] {
-    for (dp::StepGradients* gradients : reductions_) {
+    for (dp::StepGradients* gradients : gradients_.all()) {
       gradients->finish();
       if (gradients->is_adding_up()) runtime_->current_step.adding_up = this;
     }
@@ -354,29 +296,24 @@ void Program::refresh_replicas() {
   for (const auto& work : sends) work->wait();
 }
 
-void Program::apply_constants(pipeline::Stage& stage, const Inputs& inputs,
-                              size_t microbatch) const {
-  const size_t index = inputs.constants.size() == 1 ? 0 : microbatch;
-  if (index != microbatch && microbatch > 0) return;  // the same for all: set at the first
-  stage.apply(inputs.constants[index], inputs.contents[index]);
-}
-
 /// Sees to it that the step is recorded as far as a record is wanted.
 void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
+  if (!replay_check_ && !recording_) return;
   records_.clear();
+  step.records = &records_;
   if (replay_check_) {
     replay_check_->begin_step({inputs.name, step.keys, inputs.constants, together_.is_complete});
   }
-  if (!replay_check_ && !recording_) return;
-  step.record = [this](int stage, int microbatch) { return record_of(stage, microbatch); };
-}
-
-pipeline::StageRecord* Program::record_of(int stage, int microbatch) {
-  const bool is_watched = replay_check_ && replay_check_->watches(stage, microbatch);
-  if (!is_watched && !recording_) return nullptr;
-  pipeline::StageRecord& record = records_[{stage, microbatch}];
-  if (is_watched) replay_check_->watch(record);
-  return &record;
+  for (int stage : own_stages()) {
+    for (int m = 0; m < static_cast<int>(microbatches_); ++m) {
+      const bool is_watched = replay_check_ && replay_check_->watches(stage, m);
+      if (!is_watched && !recording_) continue;
+      pipeline::StageRecord& record = records_[{stage, m}];
+      if (!is_watched) continue;
+      replay_check_->watch(record);
+      step.observers.push_back(replay_check_.get());
+    }
+  }
 }
 
 /// The guard numbers operators as they were captured, the stages as they run.
@@ -424,6 +361,28 @@ Program::Outputs Program::run(Inputs inputs) {
   complete_overrides(inputs);
   if (graph_->trains()) begin_training(inputs.name);
   refresh_replicas();
+  pipeline::Executor::Step step = operands(inputs);
+  begin_records(inputs, step);
+  const Reductions reductions = observe_reductions(runner_->begin_step());
+  pipeline::StepResults results = runner_->run(std::move(step));
+  if (recording_) {
+    recording_->write(inputs.name, inputs.step_call, records_,
+                      [this](int microbatch) { return global_microbatch(microbatch); });
+  }
+  if (graph_->trains()) {
+    const int64_t of_batch = microbatches_ * coalesced_ / runtime_->batches();
+    finish_training(inputs.name, {0, losses_.finish(results.losses), of_batch});
+  }
+  runner_->end_step(*reductions);
+  Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
+  for (auto& output : results.outputs) {
+    outputs[output.position][output.microbatch] = std::move(output.value);
+  }
+  share_outputs(outputs, inputs.share_outputs);
+  return outputs;
+}
+
+pipeline::Executor::Step Program::operands(const Inputs& inputs) {
   pipeline::Executor::Step step;
   step.inputs = inputs.tensors;
   for (int64_t m = 0; m < microbatches_; ++m) {
@@ -434,53 +393,24 @@ Program::Outputs Program::run(Inputs inputs) {
     key.global_microbatch = global_microbatch(m);
     step.keys.push_back(key);
   }
-  if (!overridden_constants_.empty() || !overridden_contents_.empty()) {
-    step.before_forward = [&](pipeline::Stage& stage, int microbatch) {
-      apply_constants(stage, inputs, static_cast<size_t>(microbatch));
-    };
+  if (has_overrides()) {
+    step.constants = inputs.constants;
+    step.contents = inputs.contents;
   }
-  step.consume = [&](graph::ValueId parameter, int microbatch, at::Tensor gradient) {
-    take_gradient(parameter, microbatch, std::move(gradient));
-  };
-  step.consume_all = [&](int microbatch, const auto& gradients) {
-    take_gradients(microbatch, gradients);
-  };
-  if (runtime_->config().gradient_accumulation_fusion()) {
-    step.buffer = [&](graph::ValueId parameter, int microbatch) {
-      const Place& place = place_of_[parameter];
-      return whole_[place.model]->buffer(place.index, microbatch);
-    };
-  }
-  step.reduce = [&](int stage) { complete_stage(stage); };
-  Outputs outputs(graph_->outputs.size(), std::vector<at::Tensor>(microbatches_));
-  step.output = [&](int position, int microbatch, const at::Tensor& output) {
-    outputs[position][microbatch] =
-        output.defined() && inputs.detach_outputs ? output.detach() : output;
-  };
-  losses_.begin(*runtime_, inputs.step_call);
-  step.root = [&](int microbatch, const at::Tensor& root) { losses_.look(microbatch, root); };
-  begin_records(inputs, step);
-  step.why_no_graphs = why_no_graphs(inputs, step);
-  const Reductions reductions = observe_reductions(runner_->begin_step());
-  runner_->run(std::move(step));
-  if (recording_) {
-    recording_->write(inputs.name, inputs.step_call, records_,
-                      [this](int microbatch) { return global_microbatch(microbatch); });
-  }
-  if (graph_->trains()) {
-    const int64_t of_batch = microbatches_ * coalesced_ / runtime_->batches();
-    finish_training(inputs.name, {0, losses_.finish(), of_batch});
-  }
-  runner_->end_step(*reductions);
-  share_outputs(outputs, inputs.share_outputs);
-  return outputs;
+  if (graph_->trains()) step.gradients = &gradients_;
+  step.keeps_history = !inputs.detach_outputs;
+  step.keeps_losses = losses_.begin(*runtime_, inputs.step_call);
+  step.why_no_graphs = why_no_graphs(inputs);
+  return step;
 }
 
 /// See `Executor::Step`.
-std::string Program::why_no_graphs(const Inputs& inputs, const pipeline::Executor::Step& step) {
-  if (step.before_forward) return "numbers that the step function uses change between its calls";
-  if (step.record) return "computations are recorded (\"replay_check\", \"record_hashes\")";
-  if (step.buffer) return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";
+std::string Program::why_no_graphs(const Inputs& inputs) const {
+  if (has_overrides()) return "numbers that the step function uses change between its calls";
+  if (replay_check_ || recording_)
+    return "computations are recorded (\"replay_check\", \"record_hashes\")";
+  if (runtime_->config().gradient_accumulation_fusion())
+    return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";
   return inputs.detach_outputs ? "" : "outputs keep their history (detach_outputs(false))";
 }
 

@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/public_call.h"
 #include "dp/gradient_buckets.h"
 #include "dp/sharded_gradients.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
+#include "pipeline/gradient_sums.h"
 #include "pipeline/timeline.h"
 #include "runtime/parameters/foreign.h"
 #include "runtime/runtime.h"
@@ -75,12 +75,6 @@ class Program : public std::enable_shared_from_this<Program> {
     int from;  // rank that owns it
     int to;    // rank that reads it
   };
-  /// Where a parameter's gradients go.
-  struct Place {
-    size_t model = 0;
-    size_t index = 0;  // among those that are whole, or among the divided parameters
-    bool divided = false;
-  };
   using Outputs = std::vector<std::vector<at::Tensor>>;
   using Reductions = std::shared_ptr<const std::vector<pipeline::ReductionRecord>>;
 
@@ -93,14 +87,6 @@ class Program : public std::enable_shared_from_this<Program> {
   void begin_together(const ReplicaJoin::Step& step);
   void broadcast_buffers(int source);
   void begin_training(const std::string& name);
-  void await_gradients();
-  dp::StepGradients& gradients_at(const Place& place) const;
-  void take_gradient(graph::ValueId parameter, int microbatch, at::Tensor gradient);
-  void take_gradients(int microbatch,
-                      const std::vector<std::pair<graph::ValueId, at::Tensor>>& gradients);
-  bool is_complete_with(int microbatch) const;
-  void complete_stage(int stage);
-  void start_reductions();
   Reductions observe_reductions(bool records);
   void finish_training(const std::string& name, ReplicaPace pace);
   void share_outputs(Outputs& outputs, bool all) const;
@@ -110,10 +96,12 @@ class Program : public std::enable_shared_from_this<Program> {
   void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);
   void make_records(const graph::Graph& captured);
+  pipeline::Executor::Step operands(const Inputs& inputs);
   void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
-  static std::string why_no_graphs(const Inputs& inputs, const pipeline::Executor::Step& step);
-  pipeline::StageRecord* record_of(int stage, int microbatch);
-  void apply_constants(pipeline::Stage& stage, const Inputs& inputs, size_t microbatch) const;
+  std::string why_no_graphs(const Inputs& inputs) const;
+  bool has_overrides() const {
+    return !overridden_constants_.empty() || !overridden_contents_.empty();
+  }
 
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<const graph::Graph> graph_;
@@ -128,7 +116,7 @@ class Program : public std::enable_shared_from_this<Program> {
   std::vector<at::Tensor> absent_;             // those read here that the program must not
   std::unique_ptr<HashRecording> recording_;   // null: off
   std::unique_ptr<ReplayCheck> replay_check_;  // null: off
-  StepRecords records_;                        // records of the step that runs
+  pipeline::StepRecords records_;              // records of the step that runs
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;
@@ -138,10 +126,8 @@ class Program : public std::enable_shared_from_this<Program> {
   std::vector<double> divisors_;
   // Sums of divided parameters by model; empty without sharded data parallelism.
   std::vector<std::unique_ptr<dp::ShardedGradients>> sharded_;
-  std::vector<dp::StepGradients*> reductions_;  // those of both, in the order in which they reduce
-  std::vector<Place> place_of_;                 // place of each owned parameter
-  ReplicaJoin::Step together_;                  // the replicas' common work in the step that runs
-  core::PublicCall caller_;                     // caller of the step that runs
+  pipeline::GradientSums gradients_;  // those of both
+  ReplicaJoin::Step together_;        // the replicas' common work in the step that runs
   LossWatch losses_;
 };
 

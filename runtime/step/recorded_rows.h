@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,9 +13,6 @@
 #include "pipeline/stage_record.h"
 
 namespace smp::runtime {
-
-/// The records of this rank's stages in a step: by stage and microbatch.
-using StepRecords = std::map<std::pair<int, int>, pipeline::StageRecord>;
 
 /// Names the records of stages in the program's order: stages run the graph in the plan's order.
 /// Internal.

@@ -133,7 +133,7 @@ void ReplayCheck::begin_step(Step step) {
   const auto index = static_cast<int>(turn % count);
   peers_ = peers_for(index);
   if (peers_.to == -1) return;
-  const std::string why_not = stage(index).why_not_again();
+  const std::string why_not = stage(index).program().why_not_again();
   if (why_not.empty()) {
     case_.emplace();
     case_->graph = rows_->fingerprint();
@@ -153,7 +153,13 @@ bool ReplayCheck::watches(int stage, int microbatch) const {
 
 void ReplayCheck::watch(StageRecord& record) {
   record.keeps_given = true;
-  record.complete = [this, &record] { take(record); };
+  record_ = &record;
+}
+
+void ReplayCheck::on_end(size_t /*index*/, const pipeline::Action& action) {
+  if (!watches(action.stage, action.microbatch)) return;
+  const bool has_backward = stage(action.stage).program().has_backward;
+  if (has_backward ? action.makes_weight_gradients() : action.is_compute()) take();
 }
 
 /// A stage that holds no parameters until it is given some.
@@ -168,18 +174,19 @@ pipeline::Stage& ReplayCheck::stage(int index) {
 
 std::vector<graph::TensorMeta> ReplayCheck::metas(int stage) {
   std::vector<graph::TensorMeta> metas;
-  for (graph::ValueId id : this->stage(stage).given()) metas.push_back(graph_.values[id].meta);
+  const auto given = this->stage(stage).program().given();
+  for (graph::ValueId id : given) metas.push_back(graph_.values[id].meta);
   return metas;
 }
 
 /// The microbatch is done: it is sent at once, so that it is there when the other rank has time.
-void ReplayCheck::take(StageRecord& record) {
+void ReplayCheck::take() {
   ReplayCase& run = *case_;
   const auto m = static_cast<size_t>(run.microbatch);
   run.key = step_.keys[m];
   run.constants = step_.constants[step_.constants.size() == 1 ? 0 : m];
-  run.hashes = record.hashes;
-  run.given = std::exchange(record.given, {});
+  run.hashes = record_->hashes;
+  run.given = std::exchange(record_->given, {});
   if (peers_.to == me()) return;
   send(run);
   run.given.clear();
@@ -302,7 +309,7 @@ void ReplayCheck::finish() {
                    ". No gradient of this step has been handed out. A processor or memory that "
                    "fails looks like this: go on from a checkpoint without the hosts of these "
                    "ranks. So does an operator that gives other bits each time, or ranks with "
-                   "other processors or numbers of threads: see docs/corruption.md");
+                   "other processors or numbers of threads: see docs/recovery.md");
   }
 }
 

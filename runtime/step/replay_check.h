@@ -16,6 +16,7 @@
 #include "graph/random.h"
 #include "graph/tracer.h"
 #include "partitioner/plan.h"
+#include "pipeline/observer.h"
 #include "pipeline/stage.h"
 #include "runtime/runtime.h"
 #include "runtime/step/recorded_rows.h"
@@ -42,7 +43,7 @@ struct ReplayCase {
 /// or the one before where the stage is the last rank's. It is sent all that the stage was given,
 /// parameters and buffers as they were included, when that has done its backward, and runs it when
 /// its own part of the schedule is over, while gradients are being reduced.
-class ReplayCheck {
+class ReplayCheck final : public pipeline::Observer {
  public:
   /// `graph`, `plan` and `edges` (those of the plan) outlive it.
   ReplayCheck(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
@@ -60,8 +61,10 @@ class ReplayCheck {
   void begin_step(Step step);
   /// Whether this rank runs the microbatch of the stage that is to run again.
   bool watches(int stage, int microbatch) const;
-  /// Sets the record of that microbatch.
+  /// Has that microbatch recorded.
   void watch(pipeline::StageRecord& record);
+  /// Takes the record when the microbatch is done, for the rank that runs it again.
+  void on_end(size_t index, const pipeline::Action& action) override;
 
   /// The schedule has run: runs this rank's cases again. Throws a `CorruptionError`, the same on
   /// all ranks, where bits differ. Collective over the world, in steps where a check is due.
@@ -79,7 +82,7 @@ class ReplayCheck {
   int me() const { return runtime_.rank_in(peers_.group); }
   pipeline::Stage& stage(int index);
   std::vector<graph::TensorMeta> metas(int stage);
-  void take(pipeline::StageRecord& record);
+  void take();
   void send(const ReplayCase& run);
   void send(const std::vector<at::Tensor>& parts);
   std::optional<ReplayCase> receive();
@@ -97,7 +100,8 @@ class ReplayCheck {
   Step step_;
   // In a step where a check is due:
   bool is_due_ = false;
-  std::optional<ReplayCase> case_;  // the case to run again; null: none can
+  std::optional<ReplayCase> case_;           // the case to run again; null: none can
+  pipeline::StageRecord* record_ = nullptr;  // record of that
   Peers peers_;
   // Tensors that are sent, until they have been taken.
   std::vector<at::Tensor> sent_;

@@ -88,24 +88,21 @@ void ScheduleRunner::add_stages(int microbatches) {
 }
 
 void ScheduleRunner::record(int skipped, int steps) {
-  recording_ = std::make_unique<StepRecording>(runtime_, schedule(), predicted_,
-                                               executor_->message_bytes(), skipped, steps);
+  recording_ =
+      std::make_unique<StepRecording>(runtime_, schedule(), predicted_, executor_->message_bytes(),
+                                      skipped, steps, graph_.device());
 }
 
-void ScheduleRunner::run(pipeline::Executor::Step step) {
-  step.recorder = recorder_;
-  step.on_action = runtime_.execution.on_action;
-  executor_->run(step);
+pipeline::StepResults ScheduleRunner::run(pipeline::Executor::Step step) {
+  const auto& observers = runtime_.execution.observers;
+  step.observers.insert(step.observers.end(), observers.begin(), observers.end());
+  if (records_) step.observers.push_back(recording_.get());
+  return executor_->run(step);
 }
 
-bool ScheduleRunner::begin_step() {
-  recorder_ = begin_recording();
-  return recorder_ != nullptr;
-}
-
-pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
+bool ScheduleRunner::begin_recording() {
   // Replicas without batches do not run schedules.
-  if (!graph_.trains() || runtime_.replica_join->is_joining()) return nullptr;
+  if (!graph_.trains() || runtime_.replica_join->is_joining()) return false;
   const bool tries = is_auto() && runtime_.execution.trial_steps > 0;
   if (tries) {
     --runtime_.execution.trial_steps;
@@ -117,10 +114,10 @@ pipeline::TimelineRecorder* ScheduleRunner::begin_recording() {
   }
   if (tries || runtime_.execution.timeline == Timeline::kRecorded) {
     const bool together = replicas_are_together();
-    if (recording_ && !together) return nullptr;
+    if (recording_ && !together) return false;
     ++turns_;
   }
-  return recording_ ? recording_->begin_step(runtime_.progress.training_steps + 1) : nullptr;
+  return recording_ && recording_->begin_step(runtime_.progress.training_steps + 1);
 }
 
 /// Whether all replicas run this program and have done so equally often. Collective over them.
@@ -134,7 +131,7 @@ bool ScheduleRunner::replicas_are_together() {
 }
 
 void ScheduleRunner::end_step(std::vector<pipeline::ReductionRecord> reductions) {
-  if (recorder_) recorder_->record_reductions(std::move(reductions));
+  if (records_) recording_->record_reductions(std::move(reductions));
   if (!recording_ || !recording_->is_complete()) return;
   const auto recorded = recording_->gather(title());
   recording_.reset();

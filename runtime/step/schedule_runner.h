@@ -33,11 +33,11 @@ class ScheduleRunner {
   ScheduleRunner(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
                  partitioner::Regions regions, PlannedStep step);
 
-  /// Runs a step; the rest of `step` is the program's.
-  void run(pipeline::Executor::Step step);
+  /// Runs a step, and has it observed by those that look at all steps, too.
+  pipeline::StepResults run(pipeline::Executor::Step step);
 
   /// Before a step: whether it is recorded. Collective over the replicas in the first steps.
-  bool begin_step();
+  bool begin_step() { return records_ = begin_recording(); }
   /// After it: the reductions meanwhile, if they are recorded. In the steps that end a part of a
   /// trial or the timeline collective over the world.
   void end_step(std::vector<pipeline::ReductionRecord> reductions);
@@ -57,7 +57,7 @@ class ScheduleRunner {
   void use(const pipeline::RankedSchedule& scheduled);
   void add_stages(int microbatches);
   void record(int skipped, int steps);
-  pipeline::TimelineRecorder* begin_recording();
+  bool begin_recording();
   bool replicas_are_together();
   bool goes_on(const pipeline::Timeline& recorded);
   std::string title() const;
@@ -71,9 +71,9 @@ class ScheduleRunner {
   std::string name_;      // name of the schedule
   pipeline::Simulation predicted_;
   std::unique_ptr<pipeline::Executor> executor_;
-  std::unique_ptr<ScheduleTrial> trial_;            // null when it is over
-  std::unique_ptr<StepRecording> recording_;        // null when nothing is to be recorded
-  pipeline::TimelineRecorder* recorder_ = nullptr;  // recorder of this step
+  std::unique_ptr<ScheduleTrial> trial_;      // null when it is over
+  std::unique_ptr<StepRecording> recording_;  // null when nothing is to be recorded
+  bool records_ = false;                      // this step
   bool writes_timeline_ = false;
   uint64_t turns_ = 0;  // steps of this program that replicas ran together, when they asked
 };

@@ -382,7 +382,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
     const BufferRestorer restorer(*runtime_);
     std::vector<at::Tensor> copies;
     for (const at::Tensor& input : inputs[0]) {
-      copies.push_back(input.clone().to(runtime_->device()));
+      copies.push_back(graph::copy_to(runtime_->device(), input));
     }
     first = trace_one(call, 0, copies, true);
   } else {

@@ -57,24 +57,47 @@ std::vector<int64_t> to_numbers(const std::string& bytes) {
 
 StepRecording::StepRecording(const Runtime& runtime, const pipeline::Schedule& schedule,
                              pipeline::Simulation predicted, const std::vector<int64_t>& bytes,
-                             int skipped, int steps)
+                             int skipped, int steps, c10::Device device)
     : runtime_(runtime),
       schedule_(schedule),
       predicted_(std::move(predicted)),
       recorder_(runtime.rank_in(CommGroup::kDp), runtime.rank_in(CommGroup::kPp),
                 static_cast<int64_t>(bytes.size()), steps),
-      skipped_(skipped) {
+      skipped_(skipped),
+      device_(device) {
   for (size_t i = 0; i < bytes.size(); ++i) recorder_.set_bytes(i, bytes[i]);
   recorder_.set_kept(predicted_.timeline[runtime.rank_in(CommGroup::kPp)]);
 }
 
-TimelineRecorder* StepRecording::begin_step(int64_t number) {
+bool StepRecording::begin_step(int64_t number) {
   if (skipped_ > 0) {
     --skipped_;
-    return nullptr;
+    return false;
   }
   recorder_.begin_step(number);
-  return &recorder_;
+  return true;
+}
+
+void StepRecording::on_step_begin() {
+  device_clock_.reset();
+  if (!device_.is_cpu()) device_clock_.emplace(device_).mark();
+  start_ = TimelineRecorder::now();
+}
+
+/// The end of an action is the start of the next one.
+void StepRecording::on_end(size_t index, const pipeline::Action& /*action*/) {
+  if (device_clock_) {
+    device_clock_->mark();
+    return;
+  }
+  const int64_t end = TimelineRecorder::now();
+  recorder_.record(index, std::exchange(start_, end), end);
+}
+
+void StepRecording::on_step_end() {
+  if (!device_clock_) return;
+  const std::vector<int64_t> times = device_clock_->times();
+  for (size_t i = 0; i + 1 < times.size(); ++i) recorder_.record(i, times[i], times[i + 1]);
 }
 
 pipeline::Timeline StepRecording::gather(const std::string& title) {

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
-#include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "pipeline/device_clock.h"
+#include "pipeline/observer.h"
 #include "pipeline/schedule.h"
 #include "pipeline/simulator.h"
 #include "pipeline/timeline.h"
@@ -15,17 +20,28 @@ namespace smp::runtime {
 
 /// Records some steps of a program under one schedule on this rank. Every rank of the world has one
 /// for the same steps. Internal.
-class StepRecording {
+///
+/// Actions begin and end when the host is at them if the rank computes on the CPU, else when the
+/// device is, which the host gives its work ahead.
+class StepRecording final : public pipeline::Observer {
  public:
   /// `predicted`: the step as planned, in us; `bytes`: of this rank's actions, see
   /// `Executor::message_bytes`. All arguments but `bytes` are the same on all ranks of a pipeline.
-  /// The first `skipped` steps are not recorded, the `steps` that follow are.
+  /// The first `skipped` steps are not recorded, the `steps` that follow are. `device`: where this
+  /// rank computes.
   StepRecording(const Runtime& runtime, const pipeline::Schedule& schedule,
                 pipeline::Simulation predicted, const std::vector<int64_t>& bytes, int skipped,
-                int steps);
+                int steps, c10::Device device);
 
-  /// The recorder of the step of training that begins, the `number`-th; nullptr for none.
-  pipeline::TimelineRecorder* begin_step(int64_t number);
+  /// The `number`-th step of training begins. Whether it is to be recorded: to be observed, and its
+  /// reductions given.
+  bool begin_step(int64_t number);
+  void on_step_begin() override;
+  void on_end(size_t index, const pipeline::Action& action) override;
+  void on_step_end() override;
+  void record_reductions(std::vector<pipeline::ReductionRecord> reductions) {
+    recorder_.record_reductions(std::move(reductions));
+  }
 
   /// Whether the last step to be recorded has begun.
   bool is_complete() const { return !recorder_.has_room(); }
@@ -40,6 +56,9 @@ class StepRecording {
   const pipeline::Simulation predicted_;
   pipeline::TimelineRecorder recorder_;
   int skipped_;  // still to come
+  const c10::Device device_;
+  std::optional<pipeline::DeviceClock> device_clock_;  // null: the host's
+  int64_t start_ = 0;                                  // start of the action on the host
 };
 
 }  // namespace smp::runtime

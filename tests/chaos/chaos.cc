@@ -19,6 +19,7 @@
 #include "comm/message_channel.h"
 #include "comm/threads/run_ranks.h"
 #include "runtime/runtime.h"
+#include "tests/action_hook.h"
 
 namespace smp::testing {
 namespace {
@@ -245,10 +246,11 @@ void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
   comm::run_ranks(ranks, [&](const CommunicatorPtr& world) {
     const auto events = std::make_shared<Events>(chaos, world, did_happen);
     const std::vector<std::string> hosts(static_cast<size_t>(ranks), "threads");
+    ActionHook hook([events](const pipeline::Action&) { events->pass(); });
     const auto runtime = std::make_shared<runtime::Runtime>(
         config, std::make_shared<DelayedCommunicator>(world, events, chaos.channels), hosts);
     runtime->execution.messages_ahead = 1;
-    runtime->execution.on_action = [events](const pipeline::Action&) { events->pass(); };
+    runtime->execution.observers.push_back(&hook);
     const runtime::ThreadRuntime scope(runtime);
     program();
     // The barrier stands for `smp::shutdown`: a rank that has nothing left to ask of a stalling one

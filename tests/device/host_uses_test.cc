@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "examples/gpt/gpt_model.h"
-#include "pipeline/action.h"
 #include "runtime/runtime.h"
 #include "smp/smp.h"
+#include "tests/action_hook.h"
 #include "tests/device/fake_device.h"
 
 namespace smp::testing {
@@ -153,16 +153,15 @@ TEST(HostUses, ASendDoesNotWaitForWhatIsComputed) {
     });
     const auto x = torch::ones({kForwards, 3});
     train_step(x);
-    if (rank() == 0) {
-      runtime::Runtime::get().execution.on_action = [&](const pipeline::Action& action) {
-        if (action.kind != pipeline::Action::Kind::kForward) return;
-        for (const HostUse& use : uses.take(0)) {
-          waits[action.microbatch] += use.what == "waits for an event" ? 1 : 0;
-        }
-      };
-    }
+    ActionHook hook([&](const pipeline::Action& action) {
+      if (action.kind != pipeline::Action::Kind::kForward) return;
+      for (const HostUse& use : uses.take(0)) {
+        waits[action.microbatch] += use.what == "waits for an event" ? 1 : 0;
+      }
+    });
+    if (rank() == 0) runtime::Runtime::get().execution.observers.push_back(&hook);
     train_step(x);
-    runtime::Runtime::get().execution.on_action = nullptr;
+    runtime::Runtime::get().execution.observers.clear();
   });
   EXPECT_EQ(waits[1], 0) << "the message of forward 0 is on its way";
   EXPECT_EQ(waits[2], 1) << "forward 1 has been given to the device before";

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/executor.h"
 
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "comm/channel_pool.h"
 #include "comm/threads/thread_communicator.h"
 #include "core/check.h"
+#include "dp/step_gradients.h"
 #include "pipeline/generators.h"
+#include "pipeline/gradient_sums.h"
 
 namespace smp::pipeline {
 namespace {
@@ -55,6 +61,163 @@ TEST(Executor, RefusesAScheduleThatDoesNotGetToItsEnd) {
     text = error.what();
   }
   EXPECT_NE(text.find("schedule: rank 0 never does 0B0"), std::string::npos) << text;
+}
+
+constexpr int kMicrobatches = 2;
+
+/// Two stages without operators: an input goes over the edge, and the second stage's backward
+/// starts at the other input, which the step returns.
+struct TwoStages {
+  TwoStages() {
+    for (const char* name : {"0", "1"}) {
+      graph::Value value;
+      value.kind = graph::ValueKind::kInput;
+      value.name = name;
+      value.meta = graph::TensorMeta::of(at::zeros({1}));
+      value.alias_set = graph.alias_sets++;
+      graph.inputs.push_back(static_cast<graph::ValueId>(graph.values.size()));
+      graph.values.push_back(value);
+    }
+    graph.roots.push_back({1, graph::kUndefined, {}});
+    graph.outputs.push_back(1);
+    edge.to = 1;
+    edge.values = {0};
+    edge.gradients = {0};
+    plan.rank_of_stage = {0, 0};
+    plan.stage_of_root = {1};
+    plan.stage_of_output = {1};
+  }
+
+  Schedule schedule() const {
+    const auto edges = stage_edges({edge});
+    const auto options =
+        ScheduleOptions(2, kMicrobatches).ranks(1).rank_of_stage(plan.rank_of_stage).edges(edges);
+    return lower(simple(options), edges);
+  }
+
+  graph::Graph graph;
+  Edge edge;
+  partitioner::Plan plan;
+};
+
+/// Notes what it is told.
+class Notes final : public Observer {
+ public:
+  void on_step_begin() override { text += "["; }
+  void on_begin(size_t index, const Action& action) override {
+    text += c10::str(" ", index, ":", to_string(action));
+  }
+  void on_end(size_t /*index*/, const Action& action) override {
+    text += action.is_compute() ? "." : "";
+  }
+  void on_step_end() override { text += " ]"; }
+
+  std::string text;
+};
+
+TEST(Executor, DoesTheListAndReturnsResults) {
+  const TwoStages two;
+  const auto pool = std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front());
+  Executor executor(two.schedule(), two.graph, {two.edge}, pool, /*ahead=*/1);
+  for (const int stage : {0, 1}) {
+    executor.add_stage(std::make_unique<Stage>(two.graph, two.plan, executor.edges(), stage,
+                                               kMicrobatches, graph::TensorTable()));
+  }
+  GradientSums sums;
+  Notes notes;
+  Executor::Step step;
+  for (int m = 0; m < kMicrobatches; ++m) {
+    step.inputs.push_back({at::zeros({1}), at::ones({1}) * (m + 3)});
+  }
+  step.keys.resize(kMicrobatches);
+  step.gradients = &sums;
+  step.keeps_losses = true;
+  step.observers = {&notes};
+  const StepResults results = executor.run(step);
+  EXPECT_EQ(notes.text,
+            "[ 0:0F0. 1:1F0. 2:0F1. 3:1F1. 4:1B0. 5:0B0. 6:1B1. 7:1REDUCE 8:0B1. 9:0REDUCE ]");
+  ASSERT_EQ(results.outputs.size(), 2u);
+  ASSERT_EQ(results.losses.size(), 2u);
+  for (int m = 0; m < kMicrobatches; ++m) {
+    EXPECT_EQ(results.outputs[m].position, 0);
+    EXPECT_EQ(results.outputs[m].microbatch, m);
+    EXPECT_EQ(results.outputs[m].value.item<float>(), m + 3);
+    EXPECT_EQ(results.losses[m].microbatch, m);
+    EXPECT_EQ(results.losses[m].value.item<float>(), m + 3);
+  }
+}
+
+/// Notes which buckets start.
+class Sums final : public dp::StepGradients {
+ public:
+  /// A bucket for each of two parameters.
+  explicit Sums(std::vector<int>& started)
+      : StepGradients({{0}, {1}}, {"a", "b"}, comm::make_thread_world(1).front(), options(),
+                      {[this, &started](size_t bucket) {
+                         started.push_back(this->first + static_cast<int>(bucket));
+                         return WorkPtr();
+                       },
+                       "reducing", "", /*awaits_all=*/false}) {}
+
+  int first = 0;  ///< number of the first bucket
+
+ private:
+  static dp::StepGradientOptions options() {
+    dp::StepGradientOptions options;
+    options.microbatches = kMicrobatches;
+    return options;
+  }
+  void accumulate(int /*shard*/, size_t /*index*/, at::Tensor /*gradient*/, bool /*first*/,
+                  core::TensorUpdates& /*updates*/) override {}
+  void publish(const std::vector<size_t>& /*indices*/) override {}
+};
+
+/// Values 1 and 2 are parameters of the first sums, 3 and 4 of the second; 0 has none.
+class GradientSumsTest : public ::testing::Test {
+ protected:
+  GradientSumsTest() { second_.first = 2; }
+
+  GradientSums sums(bool fuses = false) {
+    return {{&first_, &second_},
+            {{}, {&first_, 0}, {&first_, 1}, {&second_, 0}, {&second_, 1}},
+            kMicrobatches,
+            fuses};
+  }
+
+  std::vector<int> started_;
+  Sums first_{started_}, second_{started_};
+};
+
+TEST_F(GradientSumsTest, StartsBucketsInOneOrderWithTheLastMicrobatch) {
+  GradientSums sums = this->sums();
+  sums.arm({1, 2, 3, 4});
+  for (int parameter = 1; parameter <= 4; ++parameter) sums.add(parameter, 0, at::ones({1}));
+  EXPECT_EQ(started_, std::vector<int>());
+  sums.add(4, 1, at::ones({1}));
+  sums.add(2, 1, at::ones({1}));
+  EXPECT_EQ(started_, std::vector<int>()) << "the first bucket is not complete";
+  sums.add(1, 1, at::ones({1}));
+  EXPECT_EQ(started_, (std::vector<int>{0, 1}));
+  sums.add(1, Gradients{{3, at::ones({1})}});
+  EXPECT_EQ(started_, (std::vector<int>{0, 1, 2, 3})) << "given in a list";
+}
+
+TEST_F(GradientSumsTest, ParametersWithoutGradientAreCompleteWithTheirStage) {
+  GradientSums sums = this->sums();
+  sums.arm({1, 2});
+  sums.add(1, 1, at::ones({1}));
+  EXPECT_EQ(started_, (std::vector<int>{0}));
+  sums.complete({1, 2});
+  EXPECT_EQ(started_, (std::vector<int>{0, 1, 2, 3})) << "no stage here has armed the others";
+}
+
+TEST_F(GradientSumsTest, FusedProductsMayFollowALastGradient) {
+  GradientSums sums = this->sums(/*fuses=*/true);
+  sums.arm({1, 2, 3, 4});
+  for (int parameter = 1; parameter <= 4; ++parameter) sums.add(parameter, 1, at::ones({1}));
+  EXPECT_EQ(started_, std::vector<int>());
+  sums.complete({1, 2});
+  EXPECT_EQ(started_, (std::vector<int>{0, 1}));
 }
 
 }  // namespace

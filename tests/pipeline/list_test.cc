@@ -304,7 +304,7 @@ TEST(List, ErrorsNameTheLimit) {
   options.costs(costs);
   const auto error = [&](const std::vector<double>& limit) {
     options.memory_limit(limit);
-    return error_of([&] { list_schedule(options); });
+    return error_or_none([&] { list_schedule(options); });
   };
   EXPECT_EQ(error({4, 6}), "");
   expect_contains(error({4}),

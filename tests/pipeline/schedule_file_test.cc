@@ -32,7 +32,7 @@ std::string csv_error(const std::string& text) {
 }
 
 std::string json_error(const std::string& text) {
-  return error_of([&] { schedule_from_json(text, "s.json"); });
+  return error_or_none([&] { schedule_from_json(text, "s.json"); });
 }
 
 // --- CSV --------------------------------------------------------------------------------------

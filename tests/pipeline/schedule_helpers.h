@@ -3,32 +3,25 @@
 
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "core/check.h"
 #include "pipeline/generators.h"
 #include "pipeline/schedule.h"
 #include "pipeline/verifier.h"
+#include "tests/error_of.h"
 
 namespace smp::pipeline {
 
 using Generator = Schedule (*)(const ScheduleOptions&);
 using Lines = std::vector<std::string>;
 
-inline std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
+using smp::testing::error_of;
+using smp::testing::error_or_none;
 
 inline std::string verify_error(const Schedule& schedule, const std::vector<StageEdge>& edges,
                                 const VerifyOptions& options = {}) {
-  return error_of([&] { verify(schedule, edges, options); });
+  return error_or_none([&] { verify(schedule, edges, options); });
 }
 
 inline void expect_contains(const std::string& text, const std::string& part) {

@@ -111,7 +111,7 @@ TEST(Schedule, ParseErrorsOfNumbersThatItDoesNotHave) {
   const std::string header =
       "schedule ranks=1 microbatches=2 backward=no rank_of_stage=0,0\nrank 0: ";
   const auto error = [](const std::string& text) {
-    return error_of([&] { parse_schedule(text); });
+    return error_or_none([&] { parse_schedule(text); });
   };
   EXPECT_EQ(error(header + "0F0 1F0 0F1 1F1"), "");
   for (const std::string action : {"2147483647F0", "2F0", "0F2", "0SEND_F0>2", "2REDUCE"}) {

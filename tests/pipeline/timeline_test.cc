@@ -164,7 +164,7 @@ TEST(Timeline, HasTheTimesOfAStepMadeByHand) {
   EXPECT_DOUBLE_EQ(step.idle(step.lanes[0]), 4.8 / 8.5);
   EXPECT_DOUBLE_EQ(step.idle(step.lanes[1]), 4.5 / 8.5);
   EXPECT_DOUBLE_EQ(step.idle(), 9.3 / 17);
-  EXPECT_DOUBLE_EQ(step.lanes[1].time(Action::Kind::kBackward), 2.5);
+  EXPECT_DOUBLE_EQ(step.lanes[1].time("backward"), 2.5);
   EXPECT_DOUBLE_EQ(step.lanes[0].peak_memory(), 2048);
 }
 

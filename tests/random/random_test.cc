@@ -90,7 +90,7 @@ std::map<std::string, uint64_t> least() {
 
 TEST(RandomPrograms, PipelinesGiveTheBitsOfEagerExecution) {
   const uint64_t first = setting("SMP_RANDOM_FIRST", 0);
-  const uint64_t count = setting("SMP_RANDOM_PROGRAMS", 1000);
+  const uint64_t count = setting("SMP_RANDOM_PROGRAMS", 500);
   const uint64_t most = setting("SMP_RANDOM_FAILURES", 5);
   std::map<std::string, uint64_t> seen;
   uint64_t failures = 0;

@@ -9,11 +9,14 @@
 #include <algorithm>
 #include <cstring>
 #include <mutex>
+#include <numeric>
 #include <sstream>
 
 #include "comm/channel_pool.h"
 #include "comm/threads/run_ranks.h"
+#include "comm/threads/thread_communicator.h"
 #include "core/check.h"
+#include "dp/step_gradients.h"
 #include "graph/layout.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
@@ -135,6 +138,43 @@ pipeline::ScheduleOptions options_of(const Trial& trial, const partitioner::Plan
       .active_microbatches(trial.active_microbatches);
 }
 
+/// Adds gradients to an outcome, where a program's go to the sums of its replicas.
+class OutcomeGradients final : public dp::StepGradients {
+ public:
+  /// Indices are those of the values of `graph`.
+  OutcomeGradients(const graph::Graph& graph, int microbatches, Outcome& outcome)
+      : StepGradients({all_of(graph)}, std::vector<std::string>(graph.values.size()),
+                      comm::make_thread_world(1).front(), options_for(microbatches), {}),
+        graph_(graph),
+        outcome_(outcome) {}
+
+  void begin(int step) { step_ = step; }
+
+ private:
+  static std::vector<size_t> all_of(const graph::Graph& graph) {
+    std::vector<size_t> values(graph.values.size());
+    std::iota(values.begin(), values.end(), 0);
+    return values;
+  }
+
+  static dp::StepGradientOptions options_for(int microbatches) {
+    dp::StepGradientOptions options;
+    options.microbatches = microbatches;
+    options.overlapping = false;
+    return options;
+  }
+
+  void accumulate(int /*shard*/, size_t index, at::Tensor gradient, bool /*first*/,
+                  core::TensorUpdates& /*updates*/) override {
+    add_gradient(outcome_, gradient_name(graph_.values[index].name, step_), gradient);
+  }
+  void publish(const std::vector<size_t>& /*indices*/) override {}
+
+  const graph::Graph& graph_;
+  Outcome& outcome_;
+  int step_ = 0;
+};
+
 /// One rank's part of a run, and its results.
 class Rank {
  public:
@@ -145,7 +185,8 @@ class Rank {
         graph_(graph),
         plan_(plan),
         rank_(pipeline->rank()),
-        state_(program) {
+        state_(program),
+        gradients_(graph, trial.microbatches, outcome_) {
     auto edges = pipeline::edges_of(graph, plan);
     auto schedule = make_schedule(edges);
     executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), graph, std::move(edges),
@@ -156,6 +197,10 @@ class Rank {
       executor_->add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor_->edges(), stage,
                                                              trial_.microbatches, state_.table()));
     }
+    std::vector<pipeline::GradientSums::Place> places;
+    for (size_t i = 0; i < graph.values.size(); ++i) places.push_back({&gradients_, i});
+    sums_ = pipeline::GradientSums({&gradients_}, std::move(places), trial.microbatches,
+                                   /*fuses=*/false);
   }
 
   void run(int step) {
@@ -166,14 +211,12 @@ class Rank {
       expected.push_back(inputs_of(program_, state_.leaves(step, m)));
       run.keys.push_back(key_of(trial_, step, m));
     }
-    run.consume = [&](graph::ValueId parameter, int, const at::Tensor& gradient) {
-      add_gradient(outcome_, gradient_name(graph_.values[parameter].name, step), gradient);
-    };
-    run.reduce = [](int) {};
-    run.output = [&](int position, int microbatch, const at::Tensor& output) {
-      outcome_[name_of("output", position, microbatch, step)] = snapshot(output);
-    };
-    executor_->run(run);
+    gradients_.begin(step);
+    run.gradients = &sums_;
+    for (const auto& output : executor_->run(run).outputs) {
+      outcome_[name_of("output", output.position, output.microbatch, step)] =
+          snapshot(output.value);
+    }
     for (int m = 0; m < trial_.microbatches; ++m) {
       for (size_t i = 0; i < expected[m].size(); ++i) {
         if (same_bits(run.inputs[m][i], expected[m][i])) continue;
@@ -211,6 +254,8 @@ class Rank {
   State state_;
   std::unique_ptr<pipeline::Executor> executor_;
   Outcome outcome_;
+  OutcomeGradients gradients_;
+  pipeline::GradientSums sums_;
 };
 
 }  // namespace

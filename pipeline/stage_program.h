@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "graph/alias_analysis.h"
+#include "graph/graph.h"
+#include "partitioner/plan.h"
+#include "pipeline/edges.h"
+
+namespace smp::pipeline {
+
+/// The part of a graph that is one stage's, as it is for all microbatches: its operators, the
+/// values that enter and leave it, and the gradients that its backward brings. A pure value.
+struct StageProgram {
+  static constexpr int kNoSink = -1;
+
+  /// A tensor that enters the stage, and the number of the sink of its gradient.
+  struct Entry {
+    graph::ValueId value;
+    int sink;
+    bool requires_grad = true;
+    bool linked = true;
+    bool written_view = false;
+  };
+  /// An edge from an earlier stage: the incoming values, and the sinks of the gradients that go
+  /// back.
+  struct Incoming {
+    size_t place;
+    std::vector<Entry> values;
+    std::vector<int> returning;
+  };
+  /// An edge to a later stage: its values, those whose gradient comes back, and parameters.
+  struct Outgoing {
+    size_t place;
+    std::vector<graph::ValueId> values;
+    std::vector<graph::ValueId> gradients;
+    std::vector<Entry> replicas;
+  };
+  struct Input {
+    graph::ValueId value;
+    size_t position;  ///< among the step's inputs
+    bool written;     ///< an operator of this stage writes it: the caller's tensor stays
+  };
+  struct Parameter {
+    graph::ValueId value;
+    bool owned;
+    int sink;
+    /// True for a buffer that later microbatches overwrite while a backward still needs its old
+    /// value. Each microbatch works on a copy and writes it back.
+    bool copied;
+
+    bool gives_gradient() const { return owned && sink != kNoSink; }
+  };
+  struct Content {
+    graph::ValueId value;
+    bool written;  ///< whether an operator of this stage writes it: every microbatch gets a copy
+  };
+
+  /// `graph` and `edges` must outlive it.
+  StageProgram(const graph::Graph& graph, const partitioner::Plan& plan,
+               const std::vector<Edge>& edges, int index);
+
+  /// Describes its inputs, the values that enter and leave it over edges, and the targets of
+  /// gradients: a line for each.
+  std::string describe() const;
+
+  /// Whether it reads the step's input at this position.
+  bool reads_input(size_t position) const;
+  /// Whether an operator of the stage writes the value's memory.
+  bool writes(graph::ValueId value) const;
+  /// Whether a value lies on the memory of a parameter, a buffer, an input or a constant, which
+  /// outlives the microbatch.
+  bool on_shared_memory(graph::ValueId value) const;
+  /// The position among `own_edges` of an edge at one end of which is this stage.
+  size_t place_of(int edge) const;
+  /// Ordinals of its random operators, ascending.
+  std::vector<int> random_ordinals() const;
+  /// The values that it is given to compute from: see `StageRecord::given`.
+  std::vector<graph::ValueId> given() const;
+
+  /// Whether operators may have the host do more than give the device work: those that are not
+  /// libtorch's own (leaves, divided layers).
+  bool calls_foreign() const;
+  /// Why an operator cannot be captured as part of a graph of its device, as a sentence without a
+  /// full stop; empty if nothing is known that speaks against it.
+  std::string why_not_captured() const;
+  /// Why `Stage::run_again` cannot run this stage, as a sentence without a full stop; empty if it
+  /// can.
+  std::string why_not_again() const;
+
+  const graph::Graph& graph;
+  const std::vector<Edge>& edges;
+  const int index;
+  const bool has_backward;  ///< see `backward_of_stage`
+  const graph::AliasAnalysis aliases;
+  const std::vector<int> uses;  ///< see graph::uses_of_storages
+  std::vector<int> operators;
+  std::vector<graph::BackwardRoot> roots;  ///< those that start on this stage
+  std::vector<int> returned;               ///< positions of the graph's outputs complete here
+  std::set<int> copied;                    ///< those of them that others go on writing
+  std::vector<graph::ValueId> kept;        ///< values that are read when the operators have run
+  std::vector<Input> inputs;
+  std::vector<Parameter> parameters;  ///< and buffers
+  std::vector<Content> contents;      ///< constants and literals
+  std::vector<int> own_edges;         ///< ascending; the place of an edge is its position here
+  std::vector<Incoming> incoming;
+  std::vector<Outgoing> outgoing;
+  std::vector<graph::ValueId> consumed;  ///< parameters whose gradients its backwards give
+  std::vector<int> input_sinks;          ///< sinks of earlier stages' values
+  int sinks = 0;                         ///< how many gradients a backward brings
+  std::vector<graph::ValueId> entered;   ///< values that are in the environment after a forward
+
+ private:
+  bool backward_may_need(graph::ValueId value) const;
+  bool is_copied(graph::ValueId value) const;
+  void find_operators(const partitioner::Plan& plan);
+  void find_kept();
+  void find_reads(const partitioner::Plan& plan);
+  void find_edges();
+  void find_incoming(const Edge& edge, size_t place);
+  void find_outgoing(const Edge& edge, size_t place);
+  void find_consumed();
+  int sink_of(graph::ValueId value) const;
+
+  const std::vector<int> separated_;  // see graph::sets_to_separate
+};
+
+}  // namespace smp::pipeline
