@@ -87,9 +87,6 @@ class CheckpointedSegment {
     program_->segment.set_residency(std::move(residency));
   }
 
-  /// See `Segment::reads`.
-  const std::vector<ValueId>& reads() const { return program_->segment.reads(); }
-
  private:
   struct Input {
     ValueId value;

@@ -47,7 +47,7 @@ Environment copy_written(const Graph& graph, const Environment& environment) {
   Environment copy = environment;
   for (size_t id = 0; id < copy.size(); ++id) {
     if (!copy[id].defined() || !aliases.of(static_cast<ValueId>(id)).is_written()) continue;
-    copy[id] = copy[id].detach().clone();
+    copy[id] = copy_to(copy[id].device(), copy[id].detach());
   }
   return copy;
 }

@@ -185,24 +185,12 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   const std::vector<int> autocast = autocast_scopes(graph);
   LateWrites late(graph);
   std::vector<std::vector<size_t>> movers(graph.alias_sets);  // instructions by alias set
-  std::unordered_set<ValueId> made;
-  std::unordered_set<ValueId> read;
   std::unordered_map<ValueId, size_t> last_use;
   for (int index : operators) {
     const Operator& op = graph.operators[index];
-    const bool literal = graph.makes_literal(op);
-    for (const Argument& argument : op.arguments) {
-      for (ValueId id : argument.values) {
-        if (id == kUndefined) continue;
-        last_use[id] = instructions_.size();
-        if (made.count(id) == 0) read.insert(id);
-      }
-    }
-    for (ValueId id : op.results) {
-      if (id == kUndefined) continue;
-      made.insert(id);
-      last_use[id] = instructions_.size();
-    }
+    const auto use = [&](ValueId id) { last_use[id] = instructions_.size(); };
+    for_each_argument(op, use);
+    for_each_result(op, use);
     instructions_.push_back({op.handle,
                              index,
                              op.arguments,
@@ -211,7 +199,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              op.mode,
                              op.random_ordinal,
                              autocast[index],
-                             literal ? op.results[0] : kUndefined,
+                             graph.makes_literal(op) ? op.results[0] : kUndefined,
                              recorded_results(graph, op),
                              is_leaf(op.handle),
                              has_written_results(op.handle),
@@ -222,7 +210,6 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
     for (int alias_set : late.moved_by(op)) movers[alias_set].push_back(instructions_.size() - 1);
     casts_ |= autocast[index] >= 0;
     casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
-    if (literal) read.insert(op.results[0]);
   }
   for (size_t id = 0; id < graph.values.size(); ++id) {
     const int alias_set = graph.values[id].alias_set;
@@ -235,8 +222,6 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
   for (const auto& [id, instruction] : last_use) {
     if (kept.count(id) == 0) instructions_[instruction].dead.push_back(id);
   }
-  reads_.assign(read.begin(), read.end());
-  std::sort(reads_.begin(), reads_.end());
 }
 
 Segment::Run::Run(Segment& segment, const ResultObserver* observer)
@@ -458,7 +443,9 @@ at::Tensor copy_to(at::Device device, const at::Tensor& tensor) {
   at::Tensor copy =
       at::empty_strided(compact.sizes(), compact.strides(), tensor.options().device(device));
   copy.copy_(compact);
-  return copy.as_strided(tensor.sizes(), tensor.strides());
+  // No view: those made without gradients may not be written where gradients are on.
+  at::Tensor result = copy.as_strided(tensor.sizes(), tensor.strides()).variable_data();
+  return result.requires_grad_(tensor.requires_grad());
 }
 
 }  // namespace smp::graph

@@ -86,9 +86,6 @@ class Segment {
   void set_residency(std::shared_ptr<ParameterResidency> residency);
   const std::shared_ptr<ParameterResidency>& residency() const { return residency_; }
 
-  /// Values the operators read that none of them makes, ascending.
-  const std::vector<ValueId>& reads() const { return reads_; }
-
  private:
   struct Instruction {
     c10::OperatorHandle handle;
@@ -125,7 +122,6 @@ class Segment {
 
   std::vector<Instruction> instructions_;
   std::shared_ptr<ParameterResidency> residency_;
-  std::vector<ValueId> reads_;
   torch::jit::Stack stack_;
   bool casts_ = false;          // some operator runs under autocast
   bool casts_in_leaf_ = false;  // one of them is a leaf
@@ -134,11 +130,11 @@ class Segment {
   std::map<std::pair<int, const at::TensorImpl*>, ScopeAlias> aliases_;
 };
 
-/// A copy at a multiple of 64 bytes with the same sizes and strides; the tensor itself if it
-/// starts at one already. Kernels round differently on operands that do not.
+/// A copy at a multiple of 64 bytes, made by `copy_to`; the tensor itself if it starts at one
+/// already. Kernels round differently on operands that do not.
 at::Tensor aligned(const at::Tensor& tensor);
 
-/// A copy on `device` with the same sizes and strides, without history.
+/// A copy on `device` with the same sizes, strides and `requires_grad`, without history.
 at::Tensor copy_to(at::Device device, const at::Tensor& tensor);
 
 }  // namespace smp::graph

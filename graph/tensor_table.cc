@@ -12,7 +12,8 @@ void TensorTable::add(ValueKind kind, const std::string& name, const at::Tensor&
   const size_t index = known == by_impl_.end() ? entries_.size() : known->second;
   const bool inserted = by_name_.emplace(name, index).second;
   SMP_CHECK_WITH(UsageError, inserted, "two tensors are registered as \"", name,
-                 "\"; give each DistributedModel of the program a name of its own");
+                 "\"; give each DistributedModel of the program a name of its own: "
+                 "smp::DistributedModel model(net, smp::ModelOptions().name(\"...\"))");
   if (index < entries_.size()) {
     entries_[index].aliases.push_back(name);
     return;

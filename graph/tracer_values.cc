@@ -37,6 +37,24 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a_begin < b_end && b_begin < a_end;
 }
 
+/// How the inputs of a run differ from those of a graph.
+std::string difference_of_inputs(const std::vector<Value>& inputs, const Graph& graph) {
+  if (inputs.size() != graph.inputs.size()) {
+    return c10::str("there are ", inputs.size(), " input tensors, and were ", graph.inputs.size());
+  }
+  const auto describe = [](const TensorMeta& meta) {
+    return c10::str(meta.dtype, c10::IntArrayRef(meta.sizes), " with strides ",
+                    c10::IntArrayRef(meta.strides));
+  };
+  std::string text;
+  for (size_t i = 0; i < inputs.size() && text.empty(); ++i) {
+    const TensorMeta &is = inputs[i].meta, &was = graph.values[i].meta;
+    if (!(is == was))
+      text = c10::str("input ", i, " is ", describe(is), ", and was ", describe(was));
+  }
+  return text;
+}
+
 }  // namespace
 
 const Value& Tracer::value(ValueId id) const {
@@ -62,7 +80,9 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     for (size_t i = 0; i < passed.size(); ++i) bind(passed[i], static_cast<ValueId>(i));
     return;
   }
-  if (!options_.candidates.empty()) difference_ = "the inputs' shapes or types";
+  if (!options_.candidates.empty()) {
+    difference_ = difference_of_inputs(values, *options_.candidates.front());
+  }
   verifier_.reset();
   recorder_ = make_recorder({});
   for (size_t i = 0; i < passed.size(); ++i) {

@@ -15,11 +15,14 @@
 #include "core/check.h"
 #include "graph/default_dtype.h"
 #include "graph/recording.h"
+#include "tests/error_of.h"
 
 namespace smp::graph {
 namespace {
 
 namespace nn = torch::nn;
+using smp::testing::error_of;
+using smp::testing::expect_has;
 using Module = std::shared_ptr<nn::Module>;
 using Make = std::function<Module()>;
 using Dict = torch::OrderedDict<std::string, torch::Tensor>;
@@ -287,21 +290,6 @@ INSTANTIATE_TEST_SUITE_P(Modules, Construction, ::testing::ValuesIn(cases()),
                          [](const auto& info) { return info.param.name; });
 
 // ---------------------------------------------------------------------------------------------
-
-template <class E>
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const E& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no such error";
-  return "";
-}
-
-void expect_has(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << "\"" << part << "\" is not in: " << text;
-}
 
 class Deferred : public ::testing::Test {
  protected:

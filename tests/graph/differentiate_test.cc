@@ -12,7 +12,7 @@
 #include "graph/leaf.h"
 #include "graph/serialize.h"
 #include "partitioner/cuts.h"
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -167,7 +167,7 @@ TEST_F(Differentiate, AnUnusedInputHasNoGradient) {
       return grad({h.sum()}, {h.exp()}, {}, true, true);
     };
     const std::string text =
-        smp::testing::error_text<Error>([&] { trace(table_, {x_}, function, execute); });
+        smp::testing::error_of<Error>([&] { trace(table_, {x_}, function, execute); });
     EXPECT_THAT(text, HasSubstr("step function \"train\", in or after module \"norm\": "));
     EXPECT_THAT(text, HasSubstr("of the differentiated Tensors appears to not have been used"));
   }

@@ -122,8 +122,21 @@ TEST_F(Guard, OtherInputShapesAreAnotherGraph) {
   inputs_ = {torch::randn({2, 6})};
   const TraceResult result = again();
   ASSERT_EQ(result.match, nullptr);
-  EXPECT_EQ(result.difference, "the inputs' shapes or types");
+  EXPECT_EQ(result.difference,
+            "input 0 is Float[2, 6] with strides [6, 1], and was Float[4, 6] with strides [6, 1]");
   EXPECT_EQ(result.recorded->values[0].meta.sizes[0], 2);
+}
+
+/// Kernels and views depend on them.
+TEST_F(Guard, OtherInputStridesAreAnotherGraph) {
+  capture();
+  inputs_ = {torch::randn({6, 4}).t()};
+  const TraceResult result = again();
+  ASSERT_EQ(result.match, nullptr);
+  EXPECT_EQ(result.difference,
+            "input 0 is Float[4, 6] with strides [1, 4], and was Float[4, 6] with strides [6, 1]");
+  inputs_ = {torch::randn({4, 6}), torch::randn({4, 6})};
+  EXPECT_EQ(again().difference, "there are 2 input tensors, and were 1");
 }
 
 /// A recording on shapes equals one on data.

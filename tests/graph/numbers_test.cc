@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 
 namespace smp::graph::testing {
 namespace {
@@ -575,7 +575,7 @@ TEST_F(Numbers, PrintingSaysWhere) {
       return {h};
     };
     const std::string text =
-        smp::testing::error_text<Error>([&] { trace(table_, {x_}, print, execute); });
+        smp::testing::error_of<Error>([&] { trace(table_, {x_}, print, execute); });
     EXPECT_THAT(text, HasSubstr("step function \"train\", in or after module \"out\": "));
     EXPECT_THAT(
         text,

@@ -10,7 +10,6 @@
 
 #include <csignal>
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <random>
 #include <string>
@@ -19,9 +18,12 @@
 #include "core/check.h"
 #include "graph/layout.h"
 #include "graph/scratch_file.h"
+#include "tests/error_of.h"
 
 namespace smp::graph {
 namespace {
+
+using smp::testing::error_of;
 
 uintptr_t misalignment(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 64;
@@ -99,16 +101,6 @@ TEST(OffloadStore, ManyTensorsInAnyOrder) {
   for (const auto& [i, both] : stored) EXPECT_TRUE(torch::equal(both.second->get(), both.first));
 }
 
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const ConfigError& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return "";
-}
-
 /// While it lives, no file may be larger.
 class FileSizeLimit {
  public:
@@ -134,8 +126,8 @@ TEST(OffloadStore, AFileThatCannotGrowIsAnErrorThatSaysWhatToDo) {
   const auto stored = store.put(torch::zeros({2048}));
   store.wait();
   EXPECT_TRUE(torch::equal(fits->get(), torch::zeros({1024})));
-  for (const std::string& text :
-       {error_of([&] { stored->get(); }), error_of([&] { store.put(torch::zeros({3})); })}) {
+  for (const std::string& text : {error_of<ConfigError>([&] { stored->get(); }),
+                                  error_of<ConfigError>([&] { store.put(torch::zeros({3})); })}) {
     EXPECT_NE(text.find("cannot write 8192 bytes of activations in a file in "), std::string::npos)
         << text;
     EXPECT_NE(text.find("File too large. Make room there, set \"offload_directory\" to a directory "
@@ -148,7 +140,7 @@ TEST(OffloadStore, AFileThatCannotGrowIsAnErrorThatSaysWhatToDo) {
 TEST(OffloadStore, AMissingDirectoryIsAnError) {
   const std::string missing = ::testing::TempDir() + "no_offload_store";
   OffloadStore store(missing);
-  const std::string text = error_of([&] { store.put(torch::randn({3})); });
+  const std::string text = error_of<ConfigError>([&] { store.put(torch::randn({3})); });
   EXPECT_NE(text.find("cannot make a file in " + missing), std::string::npos) << text;
 }
 

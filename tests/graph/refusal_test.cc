@@ -7,6 +7,7 @@
 
 #include "core/node.h"
 #include "graph/leaf.h"
+#include "tests/error_of.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -46,13 +47,9 @@ class Refusal : public Test {
       body(in[0]);
       return {};
     };
-    try {
+    return smp::testing::error_of<c10::Error>([&] {
       trace(table_, {torch::randn({4, 4})}, function, execute);
-    } catch (const c10::Error& error) {
-      return error.what();
-    }
-    ADD_FAILURE() << "the function was captured";
-    return "";
+    });
   }
 
   struct NetImpl : torch::nn::Module {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Arguments of step functions: how they are cut, and that they stay as they are.
+#include <functional>
 #include <mutex>
 #include <tuple>
+#include <vector>
 
 #include "tests/smp/step_fixture.h"
 
@@ -208,6 +210,193 @@ TEST_F(StepTest, AxesAndWholeInputs) {
     expect_equal(lists(Tensors{wide}, Tensors{offset}).outputs(), expected_with_offset,
                  "inside vectors");
   });
+}
+
+/// The microbatch on memory of its own, in which it lies as in the batch.
+torch::Tensor strided_part(const torch::Tensor& batch, int64_t count, int64_t microbatch) {
+  const int64_t size = batch.size(0) / count;
+  const auto view = batch.narrow(0, microbatch * size, size);
+  int64_t span = 1;
+  for (int64_t d = 0; d < view.dim(); ++d) span += (view.size(d) - 1) * view.stride(d);
+  return view.as_strided({span}, {1}).clone().as_strided(view.sizes(), view.strides());
+}
+
+/// Batches of 8 samples of 6 numbers that lie in memory in other ways than `contiguous()`.
+struct Batch {
+  const char* name;
+  std::function<torch::Tensor()> make;
+  bool shares_elements = false;  // libtorch refuses to write it
+};
+
+const std::vector<Batch>& batches() {
+  static const std::vector<Batch> all = {
+      {"all but the last token",
+       [] {
+         return torch::randn({8, 7}).slice(1, 0, -1);
+       }},
+      {"all but the first token",
+       [] {
+         return torch::randn({8, 7}).slice(1, 1);
+       }},
+      {"every second column",
+       [] {
+         return torch::randn({8, 12}).slice(1, 1, 12, 2);
+       }},
+      {"part of wide rows",
+       [] {
+         return torch::randn({8, 100}).slice(1, 20, 26);
+       }},
+      {"transposed",
+       [] {
+         return torch::randn({6, 8}).t();
+       }},
+      {"channels last",
+       [] {
+         return torch::randn({8, 3, 1, 2}).contiguous(torch::MemoryFormat::ChannelsLast);
+       }},
+      {"one sample",
+       [] {
+         return torch::randn({1, 6}).expand({8, 6});
+       },
+       true},
+      {"one number a sample",
+       [] {
+         return torch::randn({8, 1}).expand({8, 6});
+       },
+       true},
+      {"windows", [] { return torch::randn({13}).unfold(0, 6, 1); }, true},
+  };
+  return all;
+}
+
+/// Kernels and the program find the same strides in all steps.
+TEST_F(StepTest, BatchesInAnyLayoutAreCapturedOnce) {
+  constexpr int kSteps = 3;
+  for (const Batch& batch : batches()) {
+    for (const int64_t count : {1, 2}) {
+      SCOPED_TRACE(c10::str(batch.name, ", ", count, " microbatches"));
+      const auto loss_of = [](const auto& model, const torch::Tensor& x, const torch::Tensor& y) {
+        return torch::mse_loss(model(x.flatten(1)) + 0.01 * x.stride(0), y) + 0.1 * x.sum(-1).std();
+      };
+      Tensors inputs;
+      for (int i = 0; i < kSteps; ++i) inputs.push_back(batch.make());
+      Mlp net = make_net();
+      torch::optim::SGD plain_optimizer(net->parameters(), kSgd);
+      std::vector<Tensors> losses;
+      for (const auto& x : inputs) {
+        plain_optimizer.zero_grad();
+        losses.push_back(plain_backward(net->parameters(), 1, count, [&](int m) {
+          return loss_of([&](auto in) { return net(in); }, strided_part(x, count, m),
+                         part(y_, count, m));
+        }));
+        plain_optimizer.step();
+      }
+      for (const int ranks : {1, 2}) {
+        SCOPED_TRACE(c10::str(ranks, " stages"));
+        run_as_threads(ranks, stages(ranks).microbatches(count), [&] {
+          DistributedModel<Mlp> model(make_net());
+          DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+          auto train = step([&](torch::Tensor x, torch::Tensor y) {
+            auto loss = loss_of(model, x, y);
+            model->backward(loss);
+            return loss;
+          });
+          for (int i = 0; i < kSteps; ++i) {
+            optimizer.zero_grad();
+            expect_equal(train(inputs[i], y_).outputs(), losses[i], c10::str("loss ", i));
+            optimizer.step();
+          }
+          expect_equal(to_map(model->state_dict()), state_of(*net), "weight");
+        });
+        // Throws where the steps are captured more than once.
+        run_as_threads(ranks, stages(ranks).microbatches(count), [&] {
+          DistributedModel<Mlp> model(make_net(), ModelOptions().backward_passes_per_step(kSteps));
+          auto train = step([&](torch::Tensor x, torch::Tensor y) {
+            auto loss = loss_of(model, x, y);
+            model->backward(loss);
+            return loss;
+          });
+          const auto first = train(inputs[0], y_).outputs();
+          expect_equal(first, losses[0], "loss of the first pass");
+          for (int i = 1; i < kSteps; ++i) train(inputs[i], y_);
+        });
+      }
+    }
+  }
+}
+
+/// The copy that each microbatch gets lies as the argument does.
+TEST_F(StepTest, BatchesInAnyLayoutThatAreWritten) {
+  for (const Batch& batch : batches()) {
+    if (batch.shares_elements) continue;
+    SCOPED_TRACE(batch.name);
+    const auto x = batch.make(), before = x.clone();
+    const auto function = [](const auto& model, torch::Tensor in) {
+      in.mul_(2);
+      return model(in.flatten(1)) + 0.01 * in.stride(0) + in.sum(-1).std();
+    };
+    Tensors expected;
+    {
+      torch::NoGradGuard no_grad;
+      Mlp net = make_net();
+      for (int m = 0; m < 2; ++m) {
+        expected.push_back(function([&](auto in) { return net(in); }, strided_part(x, 2, m)));
+      }
+    }
+    on_stages([&](DistributedModel<Mlp>& model) {
+      auto writes = step([&](torch::Tensor in) { return function(model, in); });
+      for (int i = 0; i < 3; ++i) expect_equal(writes(x).outputs(), expected, "output");
+      expect_equal(x, before, "the caller's tensor");
+    });
+  }
+}
+
+TEST_F(StepTest, AViewThatStridesForbidIsRefusedAsByLibtorch) {
+  const std::string reason = "view size is not compatible with input tensor's size and stride";
+  const auto x = torch::randn({8, 7}).slice(1, 0, -1);
+  EXPECT_NE(error_of<c10::Error>([&] { x.view({-1}); }).find(reason), std::string::npos);
+  for (const int64_t count : {1, 2}) {
+    const auto text = error_of_run<c10::Error>(1, stages(1).microbatches(count), [&] {
+      DistributedModel<Mlp> model(make_net());
+      auto flattens = step([&](torch::Tensor in) { return model(in.view({-1, 6}).view({-1})); });
+      flattens(x);
+    });
+    EXPECT_NE(text.find(reason), std::string::npos) << text;
+  }
+}
+
+/// Ranks get the inputs of the first by a message, which makes a small part of wide rows dense.
+TEST_F(StepTest, BatchesInAnyLayoutOfTheFirstRank) {
+  for (const Batch& batch : batches()) {
+    SCOPED_TRACE(batch.name);
+    const auto x = batch.make();
+    Tensors expected;
+    {
+      torch::NoGradGuard no_grad;
+      Mlp net = make_net();
+      for (int m = 0; m < 2; ++m) expected.push_back(net(strided_part(x, 2, m).flatten(1)));
+    }
+    run_as_threads(2, stages(2).input_source("first"), [&] {
+      DistributedModel<Mlp> model(make_net());
+      auto evaluate = step([&](torch::Tensor in) { return model(in.flatten(1)); });
+      for (int i = 0; i < 2; ++i) {
+        const auto outputs = evaluate(x).outputs();
+        for (int m = 0; m < 2; ++m) EXPECT_TRUE(torch::allclose(outputs.at(m), expected[m]));
+      }
+    });
+  }
+}
+
+/// Wherever its microbatches begin in memory, which decides whether they are copied.
+TEST_F(StepTest, BatchesWithAHistoryAreRefused) {
+  for (const int64_t begin : {0, 1}) {
+    const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
+      DistributedModel<Mlp> model(make_net());
+      auto evaluate = step([&](torch::Tensor x) { return model(x); });
+      evaluate(torch::randn({8, 7}).requires_grad_().slice(1, begin, begin + 6));
+    });
+    EXPECT_NE(text.find("input 0 requires a gradient"), std::string::npos) << text;
+  }
 }
 
 TEST_F(StepTest, ANegativeAxisCountsFromTheEndOrIsRefused) {
