@@ -109,22 +109,17 @@ class Chooser {
 
   void consider(ValueId seed) {
     const std::vector<Layout> options = options_of(seed, true);
-    std::string reason;
-    int64_t most_parts = 0;
+    std::optional<int64_t> heads;
     std::optional<Try> shortest;
-    double slower = std::numeric_limits<double>::infinity();
+    std::optional<double> slower;
     for (const Layout& option : options) {
       std::optional<Try> grown = grow(seed, option);
-      if (const Obstacle* heads = cut_heads(grown->outcome)) {
-        if (heads->parts < most_parts) continue;
-        most_parts = heads->parts;
-        reason = heads->parts > 0
-                     ? c10::str(heads->parts, " heads cannot be divided among ", ranks(), " ranks")
-                     : "its heads cannot be told apart";
+      if (const Obstacle* cut = cut_heads(grown->outcome)) {
+        heads = std::max(heads.value_or(0), cut->parts);
         continue;
       }
       if (is_refused(grown->outcome)) continue;
-      slower = std::min(slower, grown->outcome.us);
+      slower = std::min(slower.value_or(grown->outcome.us), grown->outcome.us);
       const double longest =
           insist_ ? std::numeric_limits<double>::infinity() : best_.us * (1 - kTie);
       const double bound = shortest ? shortest->outcome.us * (1 - kTie) : longest;
@@ -138,16 +133,42 @@ class Chooser {
           c10::str("no dimension of ", c10::IntArrayRef(graph_.values[seed].meta.sizes),
                    " can be divided among ", ranks(), " ranks");
     } else {
-      choice_.refusals[seed] = reason.empty() ? too_slow(slower) : reason;
+      choice_.refusals[seed] = refusal(seed, slower, heads);
     }
   }
 
-  std::string too_slow(double us) const {
-    if (us == std::numeric_limits<double>::infinity()) {
-      return "no operator that uses it can work on a part of it";
+  /// Why none of a weight's options was taken: `slower` is the predicted time with the best that is
+  /// possible, if one is, and `heads` the heads that others would cut, if they do; 0 if their
+  /// number is not known.
+  std::string refusal(ValueId weight, std::optional<double> slower,
+                      std::optional<int64_t> heads) const {
+    if (slower) {
+      return c10::str("dividing it is predicted to take ", static_cast<int64_t>(*slower),
+                      " us a microbatch instead of ", static_cast<int64_t>(best_.us));
     }
-    return c10::str("dividing it is predicted to take ", static_cast<int64_t>(us),
-                    " us a microbatch instead of ", static_cast<int64_t>(best_.us));
+    if (!heads) return "no operator that uses it can work on a part of it";
+    if (*heads > 0) {
+      return c10::str(*heads, " heads cannot be divided among ", ranks(), " ranks");
+    }
+    const std::string blocks = indivisible_blocks(weight);
+    return blocks.empty() ? "its heads cannot be told apart" : blocks;
+  }
+
+  /// The blocks, such as those of queries, keys and values, of which ranks cannot get a part each.
+  std::string indivisible_blocks(ValueId weight) const {
+    const auto& sizes = graph_.values[weight].meta.sizes;
+    std::set<int64_t> blocks;
+    add_hints(weight, blocks);
+    std::set<int> dims;
+    add_columns(weight, false, 0, dims);
+    for (int64_t count : blocks) {
+      for (int dim : dims) {
+        if (sizes[dim] % count != 0 || can_divide(sizes, dim, count, ranks())) continue;
+        return c10::str("its ", count, " blocks of ", sizes[dim] / count, " along dimension ", dim,
+                        " cannot be divided among ", ranks(), " ranks");
+      }
+    }
+    return "";
   }
 
   int ranks() const { return call(0).ranks(); }

@@ -123,7 +123,7 @@ std::string why_not(const graph::Graph& whole, const DivideOptions& options);
 
 /// Divides the parameters of a captured graph among the ranks of a tensor-parallel group, where
 /// that is predicted to be worth it, and inserts the operators that communicate. A pure function:
-/// every rank gets the same graph. See docs/divided_graph.md.
+/// every rank gets the same graph. See docs/tensor_parallelism.md.
 ///
 /// `whole` has whole parameters; its costs weigh the choice unless `estimate` is set, and those of
 /// the result follow from them. Inputs, outputs and the roots of backward are whole. Throws

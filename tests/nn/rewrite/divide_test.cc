@@ -8,11 +8,13 @@
 
 #include "graph/leaf.h"
 #include "nn/rewrite/rule.h"
+#include "tests/error_of.h"
 #include "tests/nn/rewrite/harness.h"
 
 namespace smp::nn::rewrite::testing {
 namespace {
 
+using smp::testing::error_of;
 using torch::Tensor;
 
 struct TwoLayersImpl : torch::nn::Module {
@@ -54,17 +56,6 @@ DividedGraph divided_attention(AttentionImpl& net, int ranks, bool trains = true
   const auto whole = capture(table, {torch::ones({2, 3, 4 * net.heads}, torch::kDouble)},
                              trains ? training(body) : body);
   return divide(*whole, eager_options(table, ranks));
-}
-
-template <class Error, class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "nothing was thrown";
-  return "";
 }
 
 TEST(DivideTest, TextOfTwoLayers) {
@@ -331,6 +322,39 @@ TEST(DivideTest, HeadsThatRanksCannotShare) {
   const DividedGraph divided = divided_attention(net, 8);
   EXPECT_EQ(decision_of(divided, "qkv.weight").reason, "12 heads cannot be divided among 8 ranks");
   EXPECT_TRUE(decision_of(divided, "qkv.weight").skipped);
+}
+
+/// Four heads of four numbers: all but the blocks of queries, keys and values can be divided.
+TEST(DivideTest, BlocksThatRanksCannotShare) {
+  AttentionImpl net(4);
+  EXPECT_EQ(decision_of(divided_attention(net, 3), "qkv.weight").reason,
+            "its 3 blocks of 16 along dimension 0 cannot be divided among 3 ranks");
+}
+
+/// libtorch's module, whose heads are found in its joined projection.
+TEST(DivideTest, ReasonsOfMultiheadAttention) {
+  torch::nn::MultiheadAttention net(torch::nn::MultiheadAttentionOptions(24, 4));
+  net->to(torch::kDouble);
+  const TensorTable table = table_of(*net);
+  const auto whole = capture(table, {torch::ones({3, 2, 24}, torch::kDouble)},
+                             training([&](const Tensors& in) -> Tensors {
+                               return {std::get<0>(net(in[0], in[0], in[0])).sum()};
+                             }));
+  const auto decided = [&](int ranks, double latency_us, bool insist) {
+    DivideOptions options = eager_options(table, ranks);
+    options.latency_us = latency_us;
+    options.insist = insist;
+    return decision_of(divide(*whole, options), "in_proj_weight");
+  };
+  constexpr double kSlow = 1e6;
+  EXPECT_EQ(decided(2, kSlow, /*insist=*/true).split.value().blocks, 3);
+  const std::string reason = decided(2, kSlow, /*insist=*/false).reason;
+  EXPECT_EQ(reason.find("dividing it is predicted to take "), 0u) << reason;
+  EXPECT_EQ(decided(3, 0, /*insist=*/true).reason, "4 heads cannot be divided among 3 ranks");
+  EXPECT_EQ(decided(9, 0, /*insist=*/true).reason,
+            "its 3 blocks of 24 along dimension 0 cannot be divided among 9 ranks");
+  EXPECT_EQ(decided(5, 0, /*insist=*/true).reason,
+            "no dimension of [72, 24] can be divided among 5 ranks");
 }
 
 TEST(DivideTest, LaterGraphsFollowTheFirst) {
