@@ -202,9 +202,10 @@ void UpdateWatch::give_foreign(const at::Tensor& parameter, const at::Tensor& ab
 }
 
 /// Parameters in half precision, whose gradients the program has dropped before a
-/// `DistributedOptimizer` has used any.
+/// `DistributedOptimizer` has used any. Sums that wait for later steps are in no `.grad` yet.
 void UpdateWatch::check_optimizer() {
   if (warned_of_optimizer_ || updates_ > 0 || trainings_ == 0) return;
+  if (runtime_.current_step.adding_up != nullptr) return;
   const auto half = half_type(runtime_.config());
   if (!half) return;
   for (const auto& entry : runtime_.table().entries()) {
