@@ -5,8 +5,8 @@
 
 # The packages of Debian that a build needs.
 SMP_PACKAGES=(bazel-bootstrap libopenmpi-dev openmpi-bin nlohmann-json3-dev libgtest-dev
-  libgmock-dev libcli11-dev libfmt-dev libxxhash-dev zlib1g-dev clang cmake gfortran ninja-build
-  pkg-config python3 python3-dev python3-pip)
+  libgmock-dev libcli11-dev libfmt-dev libxxhash-dev zlib1g-dev clang clang-format cmake gfortran
+  ninja-build pkg-config python3 python3-dev python3-pip)
 
 # step N OF TEXT: tells the current work, and the time.
 step() { printf '[%s/%s] %(%H:%M:%S)T %s\n' "$1" "$2" -1 "$3"; }

@@ -388,13 +388,7 @@ class NameMapFileTest : public FolderTest {
  protected:
   std::string error_of(const std::string& text) {
     spill(path("map.json"), text);
-    try {
-      NameMap::from_file(path("map.json"));
-    } catch (const ConfigError& error) {
-      return error.what();
-    }
-    ADD_FAILURE() << "expected a ConfigError";
-    return "";
+    return smp::testing::error_of<ConfigError>([&] { NameMap::from_file(path("map.json")); });
   }
 };
 

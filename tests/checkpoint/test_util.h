@@ -11,6 +11,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "tests/error_of.h"
 
 namespace smp::checkpoint {
 
@@ -44,13 +45,7 @@ inline void spill(const std::string& path, const std::string& bytes) {
 
 /// The message of the CheckpointError that `action` must throw.
 inline std::string checkpoint_error(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const CheckpointError& error) {
-    return error.what();
-  }
-  ADD_FAILURE() << "expected a CheckpointError";
-  return "";
+  return smp::testing::error_of<CheckpointError>(action);
 }
 
 }  // namespace smp::checkpoint

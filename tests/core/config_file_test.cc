@@ -22,7 +22,7 @@ using core::Distribution;
 using core::kParametersVariable;
 using core::Strategy;
 using testing::BadValue;
-using testing::error_text;
+using testing::error_of;
 using testing::parse_error;
 
 // A file in the test's own folder.
@@ -57,10 +57,10 @@ TEST(ConfigFile, MalformedJson) {
             "[smp] smp.json: \"mpi.enabled\": expected each key once, got it twice in one object. "
             "Remove one of the two.");
   EXPECT_EQ(
-      error_text([] { Config::from_file("no/such.json"); }),
+      error_of<ConfigError>([] { Config::from_file("no/such.json"); }),
       "[smp] no/such.json: cannot read the configuration file: No such file or directory. Give "
       "the path of a JSON file.");
-  EXPECT_EQ(error_text([] { Config::from_file("/"); }),
+  EXPECT_EQ(error_of<ConfigError>([] { Config::from_file("/"); }),
             "[smp] /: cannot read the configuration file: it is a folder. Give the path of a JSON "
             "file.");
 }
@@ -76,7 +76,7 @@ TEST(ConfigFile, EstimatorForm) {
   EXPECT_EQ(distribution.custom_mpi_options, "-x A");
   EXPECT_EQ(distribution.parameters_json, R"({"memory_weight":2,"partitions":2})");
   EXPECT_EQ(
-      error_text([&] { distribution.config.validate(); }),
+      error_of<ConfigError>([&] { distribution.config.validate(); }),
       "[smp] smp.json: \"smdistributed.modelparallel.parameters.memory_weight\": memory_weight "
       "must be between 0.0 and 1.0! (got 2)");
 }
@@ -196,11 +196,11 @@ TEST(ConfigFile, ParametersInAFileOfTheirOwn) {
   EXPECT_EQ(Config::from_file(inner).partitions(), 4);
 
   write_file("inner.json", "{");
-  const std::string error = error_text([&] { Config::from_file(outer); });
+  const std::string error = error_of<ConfigError>([&] { Config::from_file(outer); });
   EXPECT_NE(error.find("malformed JSON at line 1, column 2"), std::string::npos) << error;
   EXPECT_NE(error.find("\nCannot parse inner.json as a json file."), std::string::npos) << error;
   std::filesystem::remove(inner);
-  EXPECT_EQ(error_text([&] { Config::from_file(outer); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { Config::from_file(outer); }),
             "[smp] Expected a string path to an existing modelparallel config, or a dictionary. "
             "Received: inner.json.");
 }
@@ -249,7 +249,7 @@ TEST(ConfigFile, EnvironmentThenFileThenProgram) {
 TEST(ConfigFile, ErrorsInTheEnvironmentNameIt) {
   const EnvironmentParameters environment(R"({"memory_weight": 7})");
   EXPECT_EQ(
-      error_text([] { Config().merged_with_environment().validate(); }),
+      error_of<ConfigError>([] { Config().merged_with_environment().validate(); }),
       "[smp] SM_HP_MP_PARAMETERS: \"memory_weight\": memory_weight must be between 0.0 and 1.0! "
       "(got 7)");
 }

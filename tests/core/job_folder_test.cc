@@ -11,7 +11,7 @@
 #include <string>
 #include <thread>
 
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 #include "tests/temp_folder.h"
 
 namespace smp::tools {
@@ -110,7 +110,7 @@ TEST(JobFolder, WhatIsLeftIsRemovedByTheNext) {
 
 TEST(JobFolder, SaysWhereThereCanBeNone) {
   const std::string missing = ::testing::TempDir() + "no_job_folders";
-  const std::string error = smp::testing::error_text<Error>([&] { JobFolder(missing, kAdvice); });
+  const std::string error = smp::testing::error_of<Error>([&] { JobFolder(missing, kAdvice); });
   EXPECT_NE(error.find("smprun: cannot create the folder " + missing +
                        "/smprun-XXXXXX: No such file or directory. Set TMPDIR"),
             std::string::npos)

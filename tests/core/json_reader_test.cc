@@ -11,14 +11,14 @@
 #include <thread>
 
 #include "core/json.h"
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 #include "tests/temp_folder.h"
 
 namespace smp {
 namespace {
 
 using core::JsonReader;
-using testing::error_text;
+using testing::error_of;
 
 class JsonReaderTest : public ::testing::Test {
  protected:
@@ -40,34 +40,34 @@ TEST_F(JsonReaderTest, ReadsWhatIsThere) {
 
 TEST_F(JsonReaderTest, ErrorsNameThePathAndWhatWasExpected) {
   const JsonReader a = root_.at("a");
-  EXPECT_EQ(error_text([&] { root_.at("z"); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { root_.at("z"); }),
             "[smp] f.json: expected an object with \"z\", got an object.");
-  EXPECT_EQ(error_text([&] { a.find("z"); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.find("z"); }),
             "[smp] f.json: \"a\": expected an object, got an array of 2.");
-  EXPECT_EQ(error_text([&] { a.at(2); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(2); }),
             "[smp] f.json: \"a\": expected an array with an element 2, got an array of 2.");
-  EXPECT_EQ(error_text([&] { a.at(1).at("b").integer(); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(1).at("b").integer(); }),
             "[smp] f.json: \"a[1].b\": expected an integer, got 2.5.");
-  EXPECT_EQ(error_text([&] { a.at(0).at("b").integer(2); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(0).at("b").integer(2); }),
             "[smp] f.json: \"a[0].b\": expected an integer >= 2, got 1.");
-  EXPECT_EQ(error_text([&] { a.at(0).at("b").integer(2, 3); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(0).at("b").integer(2, 3); }),
             "[smp] f.json: \"a[0].b\": expected an integer from 2 to 3, got 1.");
-  EXPECT_EQ(error_text([&] { root_.at("big").integer(0); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { root_.at("big").integer(0); }),
             "[smp] f.json: \"big\": expected an integer >= 0, got 18446744073709551615.");
-  EXPECT_EQ(error_text([&] { a.at(0).at("b").text(); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(0).at("b").text(); }),
             "[smp] f.json: \"a[0].b\": expected a string, got 1.");
-  EXPECT_EQ(error_text([&] { a.at(1).at("c").number(); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(1).at("c").number(); }),
             "[smp] f.json: \"a[1].c\": expected a number, got \"x\".");
-  EXPECT_EQ(error_text([&] { a.at(1).at("c").boolean(); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(1).at("c").boolean(); }),
             "[smp] f.json: \"a[1].c\": expected true or false, got \"x\".");
-  EXPECT_EQ(error_text([&] { a.at(1).fail("no such thing", "Name another"); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { a.at(1).fail("no such thing", "Name another"); }),
             "[smp] f.json: \"a[1]\": no such thing. Name another");
 }
 
 TEST(ReadFile, TakesRegularFilesOfASaneSize) {
   const testing::TempFolder folder;
   const auto error = [](const std::string& path) {
-    return error_text([&] { core::read_file(path, "the plan", 5); });
+    return error_of<ConfigError>([&] { core::read_file(path, "the plan", 5); });
   };
   EXPECT_EQ(core::read_file(folder.write("plan", "12345"), "the plan", 5), "12345");
   EXPECT_EQ(error(folder.write("large", "123456")),
@@ -95,7 +95,8 @@ class ReadPipe : public ::testing::Test {
   ReadPipe() { EXPECT_EQ(mkfifo(path_.c_str(), 0600), 0); }
 
   std::string error(std::chrono::milliseconds patience, uint64_t most = 1 << 20) {
-    return error_text([&] { core::read_pipe(path_, "the configuration file", patience, most); });
+    return error_of<ConfigError>(
+        [&] { core::read_pipe(path_, "the configuration file", patience, most); });
   }
 
   const testing::TempFolder folder_;
@@ -130,7 +131,7 @@ TEST_F(ReadPipe, HasAnEnd) {
   EXPECT_EQ(error(std::chrono::minutes(5), /*most=*/5),
             cannot_read_ + "it has more than 5 bytes. Give the path of a JSON file.");
   close(writer);
-  EXPECT_EQ(error_text([&] {
+  EXPECT_EQ(error_of<ConfigError>([&] {
               core::read_pipe(folder_.file("none"), "the configuration file",
                               std::chrono::minutes(5));
             }),

@@ -10,14 +10,14 @@
 #include <iterator>
 #include <thread>
 
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 #include "tools/config_doc.h"
 #include "tools/config_header.h"
 
 namespace smp::tools {
 namespace {
 
-using smp::testing::error_text;
+using smp::testing::error_of;
 using Words = std::vector<std::string>;
 
 std::string config_file(const std::string& text) {
@@ -232,7 +232,7 @@ TEST(Launch, ParametersOfTheEnvironment) {
   context.parameters = R"({"pipeline_parallel_degree": 3})";
   EXPECT_EQ(plan_launch(options, context).arguments.at(2), "3");
   options.config_file = config_file(R"({"partitions": 2})");
-  EXPECT_EQ(error_text([&] { plan_launch(options, context); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { plan_launch(options, context); }),
             "[smp] smprun: both --config " + options.config_file +
                 " and the environment variable SM_HP_MP_PARAMETERS are set: expected one of them. "
                 "Unset SM_HP_MP_PARAMETERS, or leave --config out.");
@@ -259,7 +259,7 @@ TEST(Launch, APipeIsReadOnce) {
   EXPECT_FALSE(file.config_text);
   std::remove(file.config_file.c_str());
   read_config_pipe(file);
-  EXPECT_EQ(error_text([&] { plan_launch(file, {}); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { plan_launch(file, {}); }),
             "[smp] " + file.config_file +
                 ": cannot read the configuration file: No such file or directory. Give the path "
                 "of a JSON file.");
@@ -311,7 +311,7 @@ TEST(Launch, SeveralHosts) {
   EXPECT_EQ(plan_launch(options, {}).arguments.at(5), "h1:3,h2:6");
   for (const char* bad : {"h1:0", "h1:two", ":2", "h1,,h2"}) {
     options.hosts = bad;
-    EXPECT_NE(error_text([&] {
+    EXPECT_NE(error_of<ConfigError>([&] {
                 plan_launch(options, {});
               }).find("--hosts: expected HOST or HOST:RANKS, separated by commas, got"),
               std::string::npos)
@@ -359,7 +359,7 @@ TEST(Launch, HostsOfASlurmJob) {
   EXPECT_EQ(to_string(slurm_hosts("a[9-11]b", "1(x3)")), "a9b:1,a10b:1,a11b:1");
   for (const auto& [nodes, tasks] :
        {std::pair{"n[1-", "1"}, {"n[2-1]", "1"}, {"n[x]", "1"}, {"n1", "two"}, {"n1", "2(x2)"}}) {
-    EXPECT_NE(error_text([&, n = nodes, t = tasks] {
+    EXPECT_NE(error_of<ConfigError>([&, n = nodes, t = tasks] {
                 slurm_hosts(n, t);
               }).find(". Name the hosts with --hosts HOST:RANKS,..."),
               std::string::npos)
@@ -374,7 +374,7 @@ TEST(Launch, HostsOfASlurmJob) {
   EXPECT_EQ(plan_launch(options, context).arguments.at(5), "h1:2") << "the user's hosts win";
 }
 
-/// The configurations of docs/sharding.md and docs/tensor_parallelism.md say nothing of partitions.
+/// The configurations of docs/memory.md and docs/tensor_parallelism.md say nothing of partitions.
 TEST(Launch, PartitionsAreNotRequired) {
   LaunchOptions sharded =
       options_for(R"({"microbatches": 1, "ddp": true, "sharded_data_parallel_degree": 4})");
@@ -383,7 +383,7 @@ TEST(Launch, PartitionsAreNotRequired) {
   EXPECT_EQ(rank_count(sharded), "8");
   sharded.np = 6;
   EXPECT_EQ(
-      error_text([&] { plan_launch(sharded, {}); }),
+      error_of<ConfigError>([&] { plan_launch(sharded, {}); }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
       "replicas (6), got 4. Set it to 1, 2, 3 or 6.");
   EXPECT_EQ(rank_count(options_for(R"({"ddp": true, "tensor_parallel_degree": 2})")), "2");
@@ -391,7 +391,7 @@ TEST(Launch, PartitionsAreNotRequired) {
       rank_count(options_for(R"({"partitions": 2, "ddp": true, "tensor_parallel_degree": 2})")),
       "4");
   const auto too_many = [](const LaunchOptions& options) {
-    return error_text([&] { plan_launch(options, {}); });
+    return error_of<ConfigError>([&] { plan_launch(options, {}); });
   };
   const std::string most =
       " ranks: expected at most 1048576. Set smaller degrees or mpi.processes_per_host, or give "
@@ -410,7 +410,7 @@ TEST(Launch, PartitionsAreNotRequired) {
 TEST(Launch, DataParallelism) {
   LaunchOptions options = options_for(
       R"({"smdistributed": {"dataparallel": {"enabled": true, "custom_mpi_options": "-x A"}}})");
-  EXPECT_EQ(error_text([&] { plan_launch(options, {}); }),
+  EXPECT_EQ(error_of<ConfigError>([&] { plan_launch(options, {}); }),
             "[smp] smprun: the number of ranks is unknown: the dataparallel strategy needs --np N, "
             "--hosts HOST:RANKS,... or mpi.processes_per_host. Give one of them.");
   options.np = 3;
@@ -421,7 +421,7 @@ TEST(Launch, DataParallelism) {
       << shell_text(command);
   using Variables = std::vector<std::pair<std::string, std::string>>;
   EXPECT_EQ(command.environment,
-            (Variables{{"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "29500"}}));
+            (Variables{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}}));
   options.hosts = "h1:2,h2:2";
   LaunchContext context;
   context.master_port = "7";
@@ -430,40 +430,40 @@ TEST(Launch, DataParallelism) {
 }
 
 TEST(Launch, Errors) {
-  const auto error_of = [](const LaunchOptions& options) {
-    return error_text([&] { plan_launch(options, {}); });
+  const auto error = [](const LaunchOptions& options) {
+    return error_of<ConfigError>([&] { plan_launch(options, {}); });
   };
   LaunchOptions options = options_for(R"({"microbatches": 4})");
   const std::string start = "[smp] " + options.config_file + ": ";
-  EXPECT_EQ(error_of(options),
+  EXPECT_EQ(error(options),
             "[smp] smprun: the number of ranks is unknown: the configuration has none of "
             "\"partitions\", \"tensor_parallel_degree\", \"sharded_data_parallel_degree\" and "
             "mpi.processes_per_host. Give --np N.");
   options = options_for(R"({"partitions": 0})");
-  EXPECT_EQ(error_of(options),
+  EXPECT_EQ(error(options),
             start + "\"partitions\": The number of partitions must be a positive integer. (got 0)");
   options = options_for(R"({"partitions": 3})");
   options.np = 8;
   EXPECT_EQ(
-      error_of(options),
+      error(options),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
   options.np = 6;
   EXPECT_EQ(rank_count(options), "6") << "the program may set ddp";
   options = options_for(R"({"partitions": 3, "ddp": false})");
   options.np = 6;
-  EXPECT_EQ(error_of(options),
+  EXPECT_EQ(error(options),
             "[smp] config key \"ddp\": expected true, because 6 ranks are 2 replicas of 3 "
             "partitions, got false. Set \"ddp\": true, or start 3 ranks.");
   options = options_for(estimator(R"(, "custom_mpi_options": "-x 'A")", R"({"partitions": 2})"));
-  EXPECT_EQ(error_of(options),
+  EXPECT_EQ(error(options),
             start +
                 "\"mpi.custom_mpi_options\": the quote ' at character 4 is not closed in: -x 'A. "
                 "Close it.");
   options = options_for(R"({"smdistributed": {"modelparallel": {}, "dataparallel": {}}})");
-  EXPECT_NE(error_of(options).find("Cannot use more than 1 smdistributed strategy. \n"),
+  EXPECT_NE(error(options).find("Cannot use more than 1 smdistributed strategy. \n"),
             std::string::npos);
-  EXPECT_EQ(error_of(LaunchOptions{}),
+  EXPECT_EQ(error(LaunchOptions{}),
             "[smp] smprun: the number of ranks is unknown: expected --np N or --config FILE, got "
             "neither. Give one of them.");
 }
@@ -475,9 +475,9 @@ TEST(Launch, SplitsOptionsLikeAShell) {
             (Words{"a \"b", "c 'd", "e f", "gh ij", "", ""}));
   EXPECT_EQ(split_options(R"("a\"b\\c\d" 'e\f' \$HOME)", "w: "),
             (Words{R"(a"b\c\d)", R"(e\f)", "$HOME"}));
-  EXPECT_EQ(error_text([] { split_options("a \"b", "w: "); }),
+  EXPECT_EQ(error_of<ConfigError>([] { split_options("a \"b", "w: "); }),
             "[smp] w: the quote \" at character 3 is not closed in: a \"b. Close it.");
-  EXPECT_EQ(error_text([] { split_options("a\\", "w: "); }),
+  EXPECT_EQ(error_of<ConfigError>([] { split_options("a\\", "w: "); }),
             "[smp] w: expected a character after the backslash at the end of: a\\. Double it, or "
             "leave it out.");
 }

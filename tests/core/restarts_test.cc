@@ -8,7 +8,7 @@
 #include <fstream>
 
 #include "core/failure.h"
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 #include "tests/temp_folder.h"
 #include "tools/launch.h"
 
@@ -144,7 +144,7 @@ TEST(Restarts, AreToldToTheJob) {
 TEST(Restarts, AreToldByTheLauncherOnly) {
   for (const char* text : {"yes", "[1]", R"({"number": 1})", R"({"number": 1, "steps": "x"})"}) {
     EXPECT_EQ(
-        smp::testing::error_text<ConfigError>([&] { core::Restart::from_text(text); }),
+        smp::testing::error_of<ConfigError>([&] { core::Restart::from_text(text); }),
         "[smp] the environment variable SMP_RESTART: expected what smprun sets for a job that "
         "it starts again, got " +
             std::string(text) + ". Unset it, and leave it to smprun --restarts or \"recovery\"");

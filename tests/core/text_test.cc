@@ -6,7 +6,7 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 
 namespace smp {
 namespace {
@@ -65,12 +65,13 @@ TEST(Printable, ListsHaveAnEnd) {
 }
 
 TEST(Messages, ErrorsHaveLinesAndNothingElseThatATerminalActsOn) {
-  EXPECT_EQ(testing::error_text([] { core::fail<ConfigError>("a:\n  b", "\x1b[31m", '\r'); }),
-            "[smp] a:\n  b\\x1b[31m\\r");
+  EXPECT_EQ(
+      testing::error_of<ConfigError>([] { core::fail<ConfigError>("a:\n  b", "\x1b[31m", '\r'); }),
+      "[smp] a:\n  b\\x1b[31m\\r");
 }
 
 TEST(Messages, ErrorsHaveAnEnd) {
-  const std::string text = testing::error_text(
+  const std::string text = testing::error_of<ConfigError>(
       [] { core::fail<ConfigError>("begin ", std::string(1 << 20, 'x'), " end"); });
   EXPECT_LT(text.size(), 33u << 10);
   EXPECT_EQ(text.substr(0, 13), "[smp] begin x");

@@ -5,12 +5,12 @@
 
 #include <algorithm>
 
-#include "tests/core/error_text.h"
+#include "tests/error_of.h"
 
 namespace smp {
 namespace {
 
-using testing::error_text;
+using testing::error_of;
 using Groups = std::vector<std::vector<int>>;
 
 std::string digits(const core::Topology& topology, CommGroup group) {
@@ -125,55 +125,56 @@ TEST(Topology, LeastSize) {
 }
 
 TEST(Topology, Errors) {
-  EXPECT_EQ(error_text<UsageError>([] { core::Topology::check_size(Config(), 0); }),
+  EXPECT_EQ(error_of<UsageError>([] { core::Topology::check_size(Config(), 0); }),
             "[smp] Topology: expected at least one rank, got 0.");
   EXPECT_EQ(
-      error_text([] { core::Topology(Config().partitions(3), 8, 8); }),
+      error_of<ConfigError>([] { core::Topology(Config().partitions(3), 8, 8); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
-  EXPECT_EQ(error_text([] { core::Topology(Config().partitions(2), 1, 1); }),
+  EXPECT_EQ(error_of<ConfigError>([] { core::Topology(Config().partitions(2), 1, 1); }),
             "[smp] config key \"partitions\": expected a divisor of the world size (1), got 2. Set "
             "it to 1, or start 2 ranks: smprun --np 2 PROGRAM.");
   EXPECT_EQ(
-      error_text(
+      error_of<ConfigError>(
           [] { core::Topology(Config().partitions(100000).tensor_parallel_degree(100000), 1, 1); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (1), got 100000. "
       "Set it to 1.");
   EXPECT_EQ(
-      error_text([] { core::Topology(Config().tensor_parallel_degree(4), 1, 1); }),
+      error_of<ConfigError>([] { core::Topology(Config().tensor_parallel_degree(4), 1, 1); }),
       "[smp] config key \"tensor_parallel_degree\": expected a divisor of world size / partitions "
       "(1), got 4. Set it to 1, or start 4 ranks: smprun --np 4 PROGRAM.");
   EXPECT_EQ(
-      error_text([] { core::Topology(Config().partitions(4), 2, 2); }),
+      error_of<ConfigError>([] { core::Topology(Config().partitions(4), 2, 2); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (2), got 4. Set it "
       "to 1 or 2.");
-  EXPECT_EQ(error_text([] {
+  EXPECT_EQ(error_of<ConfigError>([] {
               core::Topology(Config().partitions(2).tensor_parallel_degree(3).ddp(true), 8, 8);
             }),
             "[smp] config key \"tensor_parallel_degree\": expected a divisor of world size / "
             "partitions (4), got 3. Set it to 1, 2 or 4.");
   EXPECT_EQ(
-      error_text([] { core::Topology(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
+      error_of<ConfigError>(
+          [] { core::Topology(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
       "replicas (4), got 3. Set it to 1, 2 or 4.");
   EXPECT_EQ(
-      error_text([] {
+      error_of<ConfigError>([] {
         core::Topology(Config().tensor_parallel_degree(2).sharded_data_parallel_degree(4).ddp(true),
                        4, 4);
       }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
       "replicas (2), got 4. Set it to 1 or 2.");
   EXPECT_EQ(
-      error_text([] { core::Topology(Config().partitions(2), 8, 8); }),
+      error_of<ConfigError>([] { core::Topology(Config().partitions(2), 8, 8); }),
       "[smp] config key \"ddp\": expected true, because 8 ranks are 4 replicas of 2 partitions, "
       "got false. Set \"ddp\": true, or start 2 ranks.");
   EXPECT_EQ(
-      error_text([] { core::Topology(Config(), 2, 2); }),
+      error_of<ConfigError>([] { core::Topology(Config(), 2, 2); }),
       "[smp] config key \"ddp\": expected true, because 2 ranks are 2 replicas of 1 partition, "
       "got false. Set \"ddp\": true, or start 1 rank.");
-  EXPECT_EQ(error_text<UsageError>([] { core::Topology(Config(), 1, 1).pp_rank(1); }),
+  EXPECT_EQ(error_of<UsageError>([] { core::Topology(Config(), 1, 1).pp_rank(1); }),
             "[smp] Topology: expected a rank from 0 to 0, got 1.");
-  EXPECT_EQ(error_text<UsageError>([] { core::Topology(Config(), 0, 1); }),
+  EXPECT_EQ(error_of<UsageError>([] { core::Topology(Config(), 0, 1); }),
             "[smp] Topology: expected a world size and a local size >= 1, got 0 and 1.");
 }
 

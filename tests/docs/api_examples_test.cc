@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The code of docs/api.md and docs/model_creation.md, compiled and run: api_page_test and
-// model_creation_page_test check that every block of those pages is found here.
+// The code of docs/api.md and docs/memory.md, compiled and run: api_page_test and
+// memory_page_test check that every block of those pages is found here.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

@@ -3,9 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <future>
+#include <map>
 #include <regex>
 #include <sstream>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tests/command.h"
 
@@ -26,18 +30,57 @@ std::string launch(const std::string& how, const std::string& parameters,
          " --np 2 tests/failure/failing_step " + how;
 }
 
-Outcome run(const std::string& how, const std::string& parameters = kParameters) {
-  return run_command(launch(how, parameters) + " 2>&1");
-}
+std::string job(const std::string& how) { return launch(how, kParameters) + " 2>&1"; }
 
 /// Where all ranks fail in the same way, or the other one says nothing any more.
-Outcome run_without_farewell(const std::string& how) {
-  return run_command(kNoFarewell + launch(how, kParameters) + " 2>&1");
-}
+std::string job_without_farewell(const std::string& how) { return kNoFarewell + job(how); }
+
+/// Jobs wait for most of their time: where all tests run, three at a time go beside the tests, in
+/// the order of these.
+class Failure : public ::testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    const auto& unit = *::testing::UnitTest::GetInstance();
+    if (unit.test_to_run_count() < unit.total_test_count()) return;
+    std::vector<std::pair<std::string, std::string>> jobs;  // names and commands
+    for (const char* how :
+         {"nothing", "last_words", "fork", "exception", "caught", "caught_outside", "saves_alone",
+          "ends_early", "kill", "caught_barrier", "exit", "libtorch"}) {
+      jobs.emplace_back(how, job(how));
+    }
+    for (const char* how : {"item", "two_batches", "other_batch", "loss_weight", "other_model",
+                            "stop", "busy", "stop_at_end", "closes_files"}) {
+      jobs.emplace_back(how, job_without_farewell(how));
+    }
+    constexpr size_t kLanes = 3;
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      const auto before = i < kLanes ? Future() : begun_.at(jobs[i - kLanes].first);
+      begun_[jobs[i].first] = std::async(std::launch::async, [before, command = jobs[i].second] {
+        if (before.valid()) before.wait();
+        return run_command(command);
+      });
+    }
+  }
+
+  static Outcome run(const std::string& how) {
+    const auto begun = begun_.find(how);
+    return begun == begun_.end() ? run_command(job(how)) : begun->second.get();
+  }
+  static Outcome run_without_farewell(const std::string& how) {
+    const auto begun = begun_.find(how);
+    return begun == begun_.end() ? run_command(job_without_farewell(how)) : begun->second.get();
+  }
+
+ private:
+  using Future = std::shared_future<Outcome>;
+  static std::map<std::string, Future> begun_;  // under the names of jobs
+};
+
+std::map<std::string, Failure::Future> Failure::begun_;
 
 /// Starting two processes that load libtorch takes some seconds on a busy machine; the limit of
 /// ten holds from the failure on.
-constexpr double kSeconds = 30;
+constexpr double kSeconds = 60;
 
 /// One report, whatever the number of ranks that it ended; beside the program's output.
 void expect_short(const Outcome& outcome) {
@@ -59,19 +102,19 @@ void expect_failure(const Outcome& outcome, const std::string& cause) {
   expect_short(outcome);
 }
 
-TEST(Failure, NothingFailsWithoutACause) {
+TEST_F(Failure, NothingFailsWithoutACause) {
   const Outcome outcome = run("nothing");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
 }
 
 /// Standard output is a pipe, which holds back output until it is flushed.
-TEST(Failure, ExitWithoutFlushingLosesNoOutput) {
+TEST_F(Failure, ExitWithoutFlushingLosesNoOutput) {
   const Outcome outcome = run("last_words");
   EXPECT_NE(outcome.status, 0) << outcome.output;
   EXPECT_NE(outcome.output.find("last words of 1\n"), std::string::npos) << outcome.output;
 }
 
-TEST(Failure, ForkedProcessesDoNotEndTheJob) {
+TEST_F(Failure, ForkedProcessesDoNotEndTheJob) {
   const Outcome outcome = run("fork");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_NE(outcome.output.find("forked, status 3"), std::string::npos) << outcome.output;
@@ -79,63 +122,63 @@ TEST(Failure, ForkedProcessesDoNotEndTheJob) {
   EXPECT_EQ(outcome.output.find("first cause"), std::string::npos) << outcome.output;
 }
 
-TEST(Failure, UncaughtExceptionAfterASecondInit) {
+TEST_F(Failure, UncaughtExceptionAfterASecondInit) {
   const Outcome outcome = run_command("timeout 60 tests/failure/failing_step init_again 2>&1");
   EXPECT_EQ(outcome.status, 128 + 6) << outcome.output;
   EXPECT_NE(outcome.output.find("nobody catches this"), std::string::npos) << outcome.output;
 }
 
-TEST(Failure, ExceptionInTheUsersFunction) {
+TEST_F(Failure, ExceptionInTheUsersFunction) {
   expect_failure(run("exception"), "rank 1: the user's function failed");
 }
 
-TEST(Failure, ExceptionThatTheProgramCatches) {
+TEST_F(Failure, ExceptionThatTheProgramCatches) {
   expect_failure(run("caught"), "rank 1: the user's function failed");
 }
 
 /// The program ends, the others must not wait for it.
-TEST(Failure, ExceptionOutsideAStepThatTheProgramCatches) {
+TEST_F(Failure, ExceptionOutsideAStepThatTheProgramCatches) {
   expect_failure(run("caught_outside"), "rank 1: the program ended with exit status 1");
 }
 
-TEST(Failure, ReadingDataInsideAStep) {
+TEST_F(Failure, ReadingDataInsideAStep) {
   expect_failure(run_without_farewell("item"), "operator aten::item");
 }
 
-TEST(Failure, InputsOfTwoBatches) {
+TEST_F(Failure, InputsOfTwoBatches) {
   expect_failure(run_without_farewell("two_batches"), "they must be of one batch");
 }
 
-TEST(Failure, OtherBatchOnOneRank) {
+TEST_F(Failure, OtherBatchOnOneRank) {
   expect_failure(run_without_farewell("other_batch"), "was given different batches");
 }
 
-TEST(Failure, OtherLossWeightOnOneRank) {
+TEST_F(Failure, OtherLossWeightOnOneRank) {
   expect_failure(run_without_farewell("loss_weight"),
                  "has other constants on pp rank 0 and pp rank 1");
 }
 
-TEST(Failure, OtherModelOnOneRank) {
+TEST_F(Failure, OtherModelOnOneRank) {
   expect_failure(run_without_farewell("other_model"),
                  "the model differs between ranks: rank 0 has ");
 }
 
 /// `if (smp::rank() == 0) smp::save(...)`.
-TEST(Failure, OneRankThatSaves) {
+TEST_F(Failure, OneRankThatSaves) {
   expect_failure(
       run("saves_alone"),
       "rank 0 is in smp::save, rank 1 is in call 2 of step function \"train\". All ranks "
       "must make the same calls in the same order");
 }
 
-TEST(Failure, RankThatEndsItsProgramEarly) {
+TEST_F(Failure, RankThatEndsItsProgramEarly) {
   expect_failure(run("ends_early"),
                  "rank 0 is in call 1 of step function \"train\", rank 1 is in smp::shutdown, as "
                  "its program has ended. All ranks must make the same calls");
 }
 
 /// Rank 1 waits in a handler that runs after its thread's objects have been destroyed.
-TEST(Failure, OneRankThatStepsAtTheEnd) {
+TEST_F(Failure, OneRankThatStepsAtTheEnd) {
   const Outcome outcome = run_command(
       launch("steps_at_end", R"({"partitions": 2, "microbatches": 2, "stall_seconds": 0.5})",
              "warning") +
@@ -152,7 +195,7 @@ TEST(Failure, OneRankThatStepsAtTheEnd) {
                   "[^:]*smp::shutdown: a circle, as of calls that do not match"));
 }
 
-TEST(Failure, RankThatIsKilled) {
+TEST_F(Failure, RankThatIsKilled) {
   const Outcome outcome = run("kill");
   EXPECT_NE(outcome.status, 0);
   EXPECT_LT(outcome.seconds, kSeconds);
@@ -164,24 +207,24 @@ TEST(Failure, RankThatIsKilled) {
 }
 
 /// Outside of a step the other one's program catches that, and ends with a status of its own.
-TEST(Failure, RankThatIsKilledWhereTheOtherCatchesIt) {
+TEST_F(Failure, RankThatIsKilledWhereTheOtherCatchesIt) {
   expect_failure(run("caught_barrier"),
                  "rank 1: was ended by signal 9 (Killed) and left no message");
 }
 
 /// A library ends the process in the middle of training, with nothing said.
-TEST(Failure, RankThatExits) {
+TEST_F(Failure, RankThatExits) {
   expect_failure(run("exit"), "rank 1: ended with exit status 7 and left no message");
 }
 
 /// The other rank waits for it, and is innocent.
-TEST(Failure, RankThatIsStopped) {
+TEST_F(Failure, RankThatIsStopped) {
   expect_failure(run_without_farewell("stop"),
                  "rank 1: is stopped; it has been in the user's code after step 1 for ");
 }
 
 /// Slow, and not dead.
-TEST(Failure, RankThatComputesForLongerThanTheTimeOut) {
+TEST_F(Failure, RankThatComputesForLongerThanTheTimeOut) {
   const Outcome outcome = run_without_farewell("busy");
   EXPECT_NE(outcome.status, 0);
   EXPECT_THAT(
@@ -205,7 +248,7 @@ std::string normal(const std::string& text) {
 
 /// Another shell sees the rank that holds the job up, the job warns of it once, and goes on when it
 /// can.
-TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
+TEST_F(Failure, StatusAndWarningOfARankThatIsStopped) {
   const std::string folder = ::testing::TempDir() + "failure_stall";
   const std::string parameters = R"({"partitions": 2, "microbatches": 2, "stall_seconds": 0.5})";
   const std::string script = "mkdir -p '" + folder + "'; folder='" + folder + "'\n" +
@@ -237,7 +280,7 @@ TEST(Failure, StatusAndWarningOfARankThatIsStopped) {
 }
 
 /// After the last step, where no rank waits but for the end of the job.
-TEST(Failure, RankThatIsStoppedAtTheEnd) {
+TEST_F(Failure, RankThatIsStoppedAtTheEnd) {
   const Outcome outcome = run_without_farewell("stop_at_end");
   EXPECT_NE(outcome.output.find("was not complete within the timeout of 2 s; it waits for rank 1."),
             std::string::npos)
@@ -252,19 +295,19 @@ TEST(Failure, RankThatIsStoppedAtTheEnd) {
 }
 
 /// Closes them like a daemon, with MPI's among them, for which MPI_Finalize waits for ever.
-TEST(Failure, RankThatClosesAllDescriptors) {
+TEST_F(Failure, RankThatClosesAllDescriptors) {
   expect_failure(run_without_farewell("closes_files"),
                  "MPI has not ended within 2 s: all ranks have come to the end");
 }
 
 /// Which c10 throws, with a backtrace of its own.
-TEST(Failure, ExceptionOfLibtorch) {
+TEST_F(Failure, ExceptionOfLibtorch) {
   // Newer ones begin with "mm: ".
   expect_failure(run("libtorch"), "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)\n");
 }
 
 /// Nothing can catch that signal, and still no rank is left.
-TEST(Failure, LauncherThatIsKilled) {
+TEST_F(Failure, LauncherThatIsKilled) {
   const std::string log = ::testing::TempDir() + "failure_launcher.log";
   const std::string script =
       "log='" + log + "'\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
@@ -281,8 +324,9 @@ TEST(Failure, LauncherThatIsKilled) {
 }
 
 /// The launcher finds out before it starts anything.
-TEST(Failure, PartitionsThatDoNotDivideTheWorld) {
-  const Outcome outcome = run("nothing", R"({"partitions": 3, "microbatches": 2})");
+TEST_F(Failure, PartitionsThatDoNotDivideTheWorld) {
+  const Outcome outcome =
+      run_command(launch("nothing", R"({"partitions": 3, "microbatches": 2})") + " 2>&1");
   EXPECT_NE(outcome.status, 0);
   EXPECT_NE(outcome.output.find("config key \"partitions\": expected a divisor of the world size "
                                 "(2), got 3. Set it to 1 or 2"),

@@ -63,6 +63,9 @@ class Restarts : public ::testing::Test {
     const Outcome outcome = jobs.run("", "");
     ASSERT_EQ(outcome.status, 0) << outcome.output;
     ASSERT_EQ(told(outcome.output), Lines{});
+    computing_ =
+        begin("computing", "", "--restarts 9",
+              "action:3:1:2 update:1:3 save:0:3:2 begin:2 action:2:5:0 end:1", /*variables=*/"");
     returning_ =
         begin("returning", "", "--restarts 9", "throw:1:3 throw:1:3 throw:1:3 throw:1:3 throw:1:3");
     not_met_ = begin("not_met", R"(, "recovery": "shrink", "recovery_interval": 1)", "",
@@ -71,11 +74,12 @@ class Restarts : public ::testing::Test {
   }
 
   static std::shared_future<Outcome> begin(const std::string& name, const std::string& parameters,
-                                           const std::string& restarts, const std::string& marks) {
+                                           const std::string& restarts, const std::string& marks,
+                                           const std::string& variables = kNoFarewell) {
     return std::async(std::launch::async, [=] {
       const Jobs jobs(name);
       jobs.configure(parameters);
-      return jobs.run(restarts, marks);
+      return jobs.run(restarts, marks, variables);
     });
   }
 
@@ -120,47 +124,15 @@ class Restarts : public ::testing::Test {
   }
 
   static std::string undisturbed_;  // its checkpoints
-  static std::shared_future<Outcome> returning_, not_met_, limited_;
+  static std::shared_future<Outcome> computing_, returning_, not_met_, limited_;
   const Jobs jobs_{"restarts"};
 };
 
 std::string Restarts::undisturbed_;
-std::shared_future<Outcome> Restarts::returning_, Restarts::not_met_, Restarts::limited_;
+std::shared_future<Outcome> Restarts::computing_, Restarts::returning_, Restarts::not_met_,
+    Restarts::limited_;
 
 std::string died(int rank) { return "first cause: rank " + std::to_string(rank) + " died"; }
-
-/// Other ranks have a second to report, before mpirun ends them. A rank dies in a step, between a
-/// step and its update, in a save, at the start and at the end.
-TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
-  const Outcome outcome = jobs_.run(
-      "--restarts 9", "action:3:1:2 update:1:3 save:0:3:2 begin:2 action:2:5:0 end:1", "");
-  EXPECT_EQ(outcome.status, 0) << outcome.output;
-  const Lines expected = {
-      died(3),
-      "restart 1 of 9 in 2 s: from its start, no checkpoint is complete",
-      "restart 1: goes on from step 0; 1 step is trained again",
-      died(1),
-      "restart 2 of 9 in 1 s: from checkpoint run/step_2_partial",
-      "restart 2: goes on from step 2; 2 steps are trained again",
-      died(0),
-      "restart 3 of 9 in 2 s: from checkpoint run/step_2_partial",
-      died(2),
-      "restart 4 of 9 in 4 s: from checkpoint run/step_2_partial",
-      "restart 4: goes on from step 2; 2 steps are trained again",
-      died(2),
-      "restart 5 of 9 in 1 s: from checkpoint run/step_4_partial",
-      "restart 5: goes on from step 4; 1 step is trained again",
-      died(1),
-      "restart 6 of 9 in 1 s: from checkpoint run/step_8_partial",
-  };
-  EXPECT_EQ(told(outcome.output), expected) << outcome.output;
-  for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
-    Reader whole(jobs_.folder() + "/run" + name), other(undisturbed_ + name);
-    EXPECT_TRUE(whole.find_damage(Reader::Section::kAll).empty());
-    // Their indices hold the hashes of all tensors.
-    EXPECT_EQ(whole.index().to_text(), other.index().to_text()) << name;
-  }
-}
 
 /// The steps from which a job went on, as it says itself.
 std::vector<int> resumed_steps(const std::string& output) {
@@ -238,6 +210,38 @@ TEST_F(Restarts, WithAllRanksWhereTheyHaveNotMet) {
     got.push_back(std::regex_replace(line, step, "step N"));
   }
   EXPECT_EQ(got, expected) << outcome.output;
+}
+
+/// Other ranks have a second to report, before mpirun ends them. A rank dies in a step, between a
+/// step and its update, in a save, at the start and at the end.
+TEST_F(Restarts, ComputeWhatAnUndisturbedJobComputes) {
+  const Outcome& outcome = computing_.get();
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  const Lines expected = {
+      died(3),
+      "restart 1 of 9 in 2 s: from its start, no checkpoint is complete",
+      "restart 1: goes on from step 0; 1 step is trained again",
+      died(1),
+      "restart 2 of 9 in 1 s: from checkpoint run/step_2_partial",
+      "restart 2: goes on from step 2; 2 steps are trained again",
+      died(0),
+      "restart 3 of 9 in 2 s: from checkpoint run/step_2_partial",
+      died(2),
+      "restart 4 of 9 in 4 s: from checkpoint run/step_2_partial",
+      "restart 4: goes on from step 2; 2 steps are trained again",
+      died(2),
+      "restart 5 of 9 in 1 s: from checkpoint run/step_4_partial",
+      "restart 5: goes on from step 4; 1 step is trained again",
+      died(1),
+      "restart 6 of 9 in 1 s: from checkpoint run/step_8_partial",
+  };
+  EXPECT_EQ(told(outcome.output), expected) << outcome.output;
+  for (const char* name : {"/step_8_partial", "/step_6_partial"}) {
+    Reader whole(::testing::TempDir() + "computing/run" + name), other(undisturbed_ + name);
+    EXPECT_TRUE(whole.find_damage(Reader::Section::kAll).empty());
+    // Their indices hold the hashes of all tensors.
+    EXPECT_EQ(whole.index().to_text(), other.index().to_text()) << name;
+  }
 }
 
 TEST_F(Restarts, EndWhereAFailureComesBack) {

@@ -45,6 +45,7 @@
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "smp/smp.h"
+#include "tests/action_hook.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/failure/patience.h"
 #include "tests/smp/models.h"
@@ -157,7 +158,8 @@ int train(const std::string& folder, const Mark& mark) {
   const auto resumed = resume(folder, model, optimizer);
   const int64_t first = resumed ? resumed->step : 0;
   if (resumed && nlohmann::json::parse(resumed->user_content).at("saved_at") != first) std::abort();
-  auto& hook = runtime.execution.on_action;
+  smp::testing::ActionHook hook;
+  runtime.execution.observers.push_back(&hook);
   for (int64_t done = first; done < steps; ++done) {
     torch::manual_seed(100 + done);
     const auto batch = TinyGptImpl::batch(4);
@@ -169,7 +171,7 @@ int train(const std::string& folder, const Mark& mark) {
     }
     for (const char* where : {"action", "exit_at", "throw_at", "memory_at", "stop_at", "asked"}) {
       if (!is_due(mark, where, done)) continue;
-      hook = [where, left = mark.count](const auto&) mutable {
+      hook.function = [where, left = mark.count](const auto&) mutable {
         if (left-- == 0) fail(where);
       };
     }

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of Hugging Face's library, in our models and back (docs/huggingface.md).
+"""Checkpoints of Hugging Face's library, in our models and back (docs/recipes.md).
 
     check.py --write tests/huggingface/samples          the samples of //tests/huggingface:huggingface_test
     check.py PROGRAM                                    PROGRAM: bazel-bin/tests/huggingface/convert

@@ -93,6 +93,32 @@ def reached_internals(tree):
     return found
 
 
+def closure(tree, header):
+    """A public header and those that it reaches."""
+    seen, waiting = {header}, [header]
+    while waiting:
+        for _, name in tree.includes(waiting.pop()):
+            if name in tree.public and name not in seen:
+                seen.add(name)
+                waiting.append(name)
+    return seen
+
+
+def unnamed_headers(tree):
+    """Public headers that smp/smp.h does not bring, and no header that docs/api.md names beside it;
+    and those that it names in vain."""
+    with open("docs/api.md", encoding="utf-8") as file:
+        line = re.search(r"^Headers of their own: .*", file.read(), re.MULTILINE).group()
+    beside = re.findall(r"`(smp/[\w/]+\.h)`", line)
+    brought = closure(tree, "smp/smp.h")
+    in_vain = {name for name in beside if name in brought or name not in tree.public}
+    for name in beside:
+        brought |= closure(tree, name)
+    inner = ("smp/detail/", "smp/c/")
+    return in_vain | {name for name in tree.public
+                      if name not in brought and not name.startswith(inner)}
+
+
 def never_first(tree):
     """Public headers that nothing shows to compile alone: no source includes them first, no target
     compiles them by themselves, and they are more than a list of includes and macros."""
@@ -126,6 +152,9 @@ class LayoutTest(unittest.TestCase):
     def test_public_headers_reach_nothing_internal(self):
         self.assertEqual(reached_internals(self.tree), {})
 
+    def test_pages_say_which_header_brings_what(self):
+        self.assertEqual(unnamed_headers(self.tree), set())
+
     def test_public_headers_compile_alone(self):
         self.assertEqual(never_first(self.tree), [])
 
@@ -151,6 +180,12 @@ class PlantedTest(unittest.TestCase):
             found = reached_internals(Tree({"smp/error.h": "\n#include %s\n" % name}))
             self.assertIn(name[1:-1], found.get("smp/error.h", []))
             self.assertIn(name[1:-1], found.get("smp/smp.h", []))
+
+    def test_headers_that_no_page_names(self):
+        self.assertEqual(unnamed_headers(Tree({"smp/planted.h": "int planted();\n"})),
+                         {"smp/planted.h"})
+        self.assertEqual(unnamed_headers(Tree({"smp/smp.h": '\n#include "smp/ddp.h"\n'})),
+                         {"smp/ddp.h"})
 
     def test_headers_that_nothing_compiles_alone(self):
         self.assertEqual(never_first(Tree({"smp/planted.h": "int planted();\n"})),

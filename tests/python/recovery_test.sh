@@ -24,7 +24,7 @@ fail() {
 job() {
   exec bash tests/python/with_torch.sh "${where[@]}" "$work/python" \
     python3 -m torch.distributed.run --standalone --no-python --max-restarts 3 --nproc-per-node 4 \
-    "$gpt" --steps 480 --layers 2 --width 16 --heads 2 --sequence 16 --sample 0 --save-every 0 \
+    "$gpt" --steps 320 --layers 2 --width 16 --heads 2 --sequence 16 --sample 0 --save-every 0 \
     --checkpoint-dir "$work/$1" --losses "$work/$1.losses" >"$work/$1.log" 2>&1
 }
 
@@ -33,7 +33,7 @@ rm -rf "${SMP_RECOVERY_DIR:?}"/*
 
 job disturbed &
 agent=$!
-until [ -e "$work/disturbed.losses" ] && [ "$(wc -l <"$work/disturbed.losses")" -ge 80 ]; do
+until [ -e "$work/disturbed.losses" ] && [ "$(wc -l <"$work/disturbed.losses")" -ge 40 ]; do
   kill -0 "$agent" 2>/dev/null || fail "the job ended before a rank was killed"
   sleep 0.02
 done

@@ -2,7 +2,7 @@
 """The collectives of torch.distributed over the backend "smddp", held against gloo and one plain
 process.
 
-Run on every rank: docs/smddp.md gives the commands. Any failed assertion fails the job.
+Run on every rank: docs/data_parallel.md gives the commands. Any failed assertion fails the job.
 """
 
 import datetime

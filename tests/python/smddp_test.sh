@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# usage: smddp_test.sh LIBTORCH PACKAGES SMDDP SCRIPT VARIABLES
+# usage: smddp_test.sh LIBTORCH PACKAGES SMDDP SCRIPT
 # Runs by torchrun the backend's own test and the documented script, and programs that end without a
-# word, SMDDP_PAIRS of each kind if the environment has that. VARIABLES is a script that sets
-# torchrun's variables, and needs no torch for that.
+# word, SMDDP_PAIRS of each kind if the environment has that.
 set -uo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 where=("${@:1:3}")
-script=$(realpath "$4") variables=$(realpath "$5")
+script=$(realpath "$4")
 work=$TEST_TMPDIR
 export HOME=$work OMP_NUM_THREADS=1
 failures=0
@@ -56,23 +55,13 @@ for name, count in (("train", 97), ("t10k", 20)):
             file.write(header + data.tobytes())
 PYTHON
 
-# script LAUNCHER NAME OPTION...: its weights are NAME_RANK.pt.
-script() {
-  local launcher=$1 name=$2
-  local arguments=("$script" --data "$work" --batch-size 16 --checkpoint "$work/$name.pt"
-    --save-weights "$work/${name}_{}.pt" "${@:3}")
-  case $launcher in
-    torchrun) on 2 "the script, $name" "${arguments[@]}" ;;
-    variables) run "the script, $name" bash "$variables" 2 "$(seconds_left)" python3 "${arguments[@]}" ;;
-    none) run "the script, $name" python3 "${arguments[@]}" ;;
-  esac
+# arguments_of NAME OPTION...: the documented script and its arguments, one a line. Its weights are
+# NAME_RANK.pt.
+arguments_of() {
+  printf '%s\n' "$script" --data "$work" --batch-size 16 --checkpoint "$work/$1.pt" \
+    --save-weights "$work/$1_{}.pt" "${@:2}"
 }
-script torchrun smddp --backend smddp --epochs 2
-script variables gloo --backend gloo --epochs 2
-script variables exact --backend smddp --epochs 2 --dropout 0
-script none alone --backend none --epochs 2 --dropout 0
-script variables straight --backend smddp --epochs 3 --more-epochs 0 --dropout 0
-run "the same weights" python3 - "$work" <<'PYTHON'
+cat >"$work/same_weights.py" <<'PYTHON'
 import sys
 
 import torch
@@ -86,5 +75,13 @@ for same in (
         for a, b in zip(weights[0], others, strict=True):
             assert torch.equal(a, b), f"{same[0]} and {name} differ"
 PYTHON
+mapfile -t smddp < <(arguments_of smddp --backend smddp --epochs 2)
+mapfile -t gloo < <(arguments_of gloo --backend gloo --epochs 2)
+mapfile -t exact < <(arguments_of exact --backend smddp --epochs 2 --dropout 0)
+mapfile -t alone < <(arguments_of alone --backend none --epochs 2 --dropout 0)
+mapfile -t straight < <(arguments_of straight --backend smddp --epochs 3 --more-epochs 0 --dropout 0)
+on 2 "the script" "${smddp[@]}"
+run "the script otherwise, and the same weights" python3 "$here/forked.py" 2 "${gloo[@]}" + \
+  2 "${exact[@]}" + 1 "${alone[@]}" + 2 "${straight[@]}" + 1 "$work/same_weights.py" "$work"
 
 exit "$failures"

@@ -6,7 +6,7 @@
 // on from their newest checkpoint. Their weights are those of the undisturbed run, bit for bit,
 // none of its starts hangs, and each that fails says why.
 //
-// Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 24);
+// Seeds from SMP_SIMULATION_SEED on (default 1), SMP_SIMULATION_COUNT of them (default 12);
 // tools/soak goes on for as long as it is told.
 
 #include <ATen/Parallel.h>
@@ -35,7 +35,7 @@
 #include "tests/chaos/chaos.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/smp/models.h"
-#include "tests/smp/parity.h"
+#include "tests/smp/oracle.h"
 #include "tests/temp_folder.h"
 
 namespace smp::testing {
@@ -218,7 +218,7 @@ class Job {
   }
 
   /// The weights at the end.
-  parity::Named run() {
+  Named run() {
     for (int number = 0;; ++number) {
       if (start(draw_start(random_, number < kMostFaults, keeps_copies_))) break;
       lose_a_host();
@@ -228,9 +228,7 @@ class Job {
     }
     TinyGpt net = make_net();
     load_into_module(core::read_progress(notes_.path())->checkpoints.back().path, *net);
-    parity::Named weights;
-    for (const auto& item : net->named_parameters()) weights[item.key()] = item.value();
-    return weights;
+    return to_map(net->named_parameters());
   }
 
  private:
@@ -291,8 +289,8 @@ class Job {
       memory_.path()};
 };
 
-const parity::Named& undisturbed() {
-  static const parity::Named weights = [] {
+const Named& undisturbed() {
+  static const Named weights = [] {
     const TempFolder saves, notes;
     setenv(core::kFailureDirVariable, notes.path().c_str(), 1);
     run_as_threads(
@@ -302,14 +300,12 @@ const parity::Named& undisturbed() {
     unsetenv(core::kFailureDirVariable);
     TinyGpt net = make_net();
     load_into_module(core::read_progress(notes.path())->checkpoints.back().path, *net);
-    parity::Named result;
-    for (const auto& item : net->named_parameters()) result[item.key()] = item.value();
-    return result;
+    return to_map(net->named_parameters());
   }();
   return weights;
 }
 
-bool same(const parity::Named& a, const parity::Named& b) {
+bool same(const Named& a, const Named& b) {
   return a.size() == b.size() && std::all_of(a.begin(), a.end(), [&](const auto& item) {
            return b.count(item.first) == 1 && torch::equal(item.second, b.at(item.first));
          });
@@ -318,7 +314,7 @@ bool same(const parity::Named& a, const parity::Named& b) {
 TEST(Simulation, JobsComeToTheUndisturbedWeights) {
   at::set_num_threads(1);
   const int64_t first = number_in("SMP_SIMULATION_SEED", 1);
-  const int64_t count = number_in("SMP_SIMULATION_COUNT", 24);
+  const int64_t count = number_in("SMP_SIMULATION_COUNT", 12);
   Counts counts;
   for (int64_t seed = first; seed < first + count && !HasFailure(); ++seed) {
     SCOPED_TRACE("SMP_SIMULATION_SEED=" + std::to_string(seed));
@@ -326,7 +322,7 @@ TEST(Simulation, JobsComeToTheUndisturbedWeights) {
     EXPECT_TRUE(same(weights, undisturbed()));
   }
   for (const auto& [what, number] : counts) std::printf("%s: %d\n", what.c_str(), number);
-  if (count < 24 || HasFailure()) return;
+  if (count < 12 || HasFailure()) return;
   for (const char* what : {"deaths", "stalls", "full disks", "lost hosts", "starts with copies",
                            "starts with checkpoints"}) {
     EXPECT_GT(counts[what], 0) << what;

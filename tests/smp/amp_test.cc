@@ -24,6 +24,7 @@ using namespace testing::precision;
 using amp::Autocast;
 using amp::GradScaler;
 using amp::GradScalerOptions;
+using testing::precision::Trace;
 
 /// Counts its steps.
 struct CountingSgd : torch::optim::SGD {
@@ -362,17 +363,13 @@ TEST(GradScaler, TrainsOnRanksAsInOneProcess) {
 
 /// A leaf casts its parameters itself.
 TEST(Autocast, LeafOnThreads) {
-  torch::set_num_threads(1);
-  GatedTraining training;
-  run_as_threads(kGatedReplicas, gated_config(1), [&] { training.train(); });
+  const auto training = gated_case(1);
+  expect_same(training.run_on_ranks(), training.run_plain());
 }
 
 /// They would wait for each other: an error at once.
 TEST(AutocastErrors, ALeafWithShardedParametersOnThreads) {
-  torch::set_num_threads(1);
-  GatedTraining training;
-  expect_has(error_of_run<UsageError>(kGatedReplicas, gated_config(kGatedReplicas),
-                                      [&] { training.train(); }),
+  expect_has(error_of<UsageError>([] { gated_case(kGatedReplicas).run_on_ranks(); }),
              {"a step function calls a leaf module under autocast, and its parameters are divided "
               "(\"sharded_data_parallel_degree\" above 1)",
               "Expected one rank in each process, got several. Start the ranks with smprun or "

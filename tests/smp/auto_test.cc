@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "runtime/runtime.h"
+#include "tests/action_hook.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
@@ -31,9 +32,7 @@ constexpr int kTrialSteps = 12;
 constexpr int kSteps = kTrialSteps + 2;
 
 /// Makes actions of some kinds slow, so that the measured costs are not those predicted.
-using Hook = std::function<void(const Action&)>;
-
-Hook slow(std::set<Action::Kind> kinds) {
+ActionHook::Function slow(std::set<Action::Kind> kinds) {
   return [kinds = std::move(kinds)](const Action& action) {
     if (kinds.count(action.kind) > 0) std::this_thread::sleep_for(std::chrono::milliseconds(25));
   };
@@ -71,7 +70,7 @@ class Auto : public ::testing::Test {
   }
 
   /// Trains on ranks with that hook and compares with one process. Returns the log.
-  static std::string train(const Layout& layout, const Hook& hook) {
+  static std::string train(const Layout& layout, const ActionHook::Function& hook) {
     ::testing::internal::CaptureStderr();
     parity::check<TinyGpt, torch::optim::Adam>(
         layout, std::function<TinyGpt()>([] { return TinyGpt(true); }),
@@ -81,7 +80,8 @@ class Auto : public ::testing::Test {
           const auto recorded =
               Config(config).timeline(page_path().string()).skip_tracing(true).memory_weight(0.8);
           run_as_threads(ranks, recorded, [&] {
-            runtime::Runtime::get().execution.on_action = hook;
+            ActionHook observer(hook);
+            runtime::Runtime::get().execution.observers.push_back(&observer);
             program();
           });
         });

@@ -4,12 +4,10 @@
 
 #include <cmath>
 #include <limits>
-#include <mutex>
 #include <ostream>
 #include <vector>
 
 #include "graph/absent.h"
-#include "runtime/runtime.h"
 #include "tests/smp/sharded_state.h"
 
 // Norms and clipped gradients of ranks, against torch::nn::utils in one plain process, to the bit.
@@ -30,80 +28,18 @@ std::ostream& operator<<(std::ostream& out, const Clip& clip) {
   return out << "order " << clip.norm_type << ", at most " << clip.max_norm;
 }
 
-struct Outcome {
-  std::vector<double> norms;  // norms by step
-  Named weights;
-};
-
-const torch::optim::SGDOptions kOptions = torch::optim::SGDOptions(0.5).momentum(0.9);
-
-Outcome clip_plain(const Clip& clip, int shards, int microbatches_of_shard, int steps = 3) {
-  Outcome result;
-  torch::manual_seed(5);
-  ShardedNet net;
-  const auto parameters = unique_parameters(*net);
-  torch::optim::SGD optimizer(parameters, kOptions);
-  for (int step = 0; step < steps; ++step) {
-    optimizer.zero_grad();
-    const int count = shards * microbatches_of_shard;
-    const auto batch = batch_of(step, count);
-    plain_backward(parameters, shards, microbatches_of_shard, [&](int m) {
-      const KeyedRandom random(kSeed, "step 0", step, m);
-      return net->loss(part(batch[0], count, m), part(batch[1], count, m));
-    });
-    result.norms.push_back(
-        torch::nn::utils::clip_grad_norm_(parameters, clip.max_norm, clip.norm_type));
-    optimizer.step();
-  }
-  result.weights = state_of(*net);
-  return result;
-}
-
-/// The same on `ranks` ranks as threads, of which `replicas` replicas.
-Outcome clip_on_ranks(const Clip& clip, int ranks, int replicas, const Config& config,
-                      int steps = 3) {
-  Outcome result;
-  std::mutex mutex;
-  torch::set_num_threads(1);
-  std::vector<ShardedNet> nets;
-  for (int i = 0; i < ranks; ++i) {
-    torch::manual_seed(5);
-    nets.emplace_back();
-  }
-  run_as_threads(ranks, config, [&] {
-    DistributedModel<ShardedNet> model(nets[rank()]);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOptions);
-    auto net = model.get_module();
-    auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      auto loss = net->loss(x, y);
-      model->backward(loss);
-      return loss;
-    });
-    std::vector<double> norms;
-    for (int i = 0; i < steps; ++i) {
-      optimizer.zero_grad();
-      const auto batch =
-          batch_of(i, replicas * static_cast<int>(runtime::Runtime::get().config().microbatches()));
-      train(part(batch[0], replicas, dp_rank()), part(batch[1], replicas, dp_rank()));
-      const double norm = grad_norm(model, clip.norm_type).item<double>();
-      norms.push_back(clip_grad_norm_(model, clip.max_norm, clip.norm_type));
-      EXPECT_EQ(norm, norms.back());
-      optimizer.step();
-    }
-    const auto state = to_map(model->state_dict());
-    const std::lock_guard lock(mutex);
-    if (result.norms.empty()) result = {norms, state};
-    EXPECT_EQ(norms, result.norms) << "rank " << rank();
-  });
-  return result;
-}
-
-void expect_same(const Outcome& got, const Outcome& expected, const Clip& clip) {
+/// Compares norms, gradients and weights.
+void expect_as_plain(const Clip& clip, const Training& run, const Config& config) {
+  auto tested =
+      sharded_case(run, recipe<torch::optim::SGD>(torch::optim::SGDOptions(0.5).momentum(0.9)));
+  tested.config = config;
+  tested.max_norm = clip.max_norm;
+  tested.norm_type = clip.norm_type;
+  tested.decays = false;
+  const auto got = tested.run_on_ranks();
+  const auto expected = tested.run_plain();
   EXPECT_EQ(got.norms, expected.norms);
-  for (double norm : expected.norms) {
-    // It acts, except that a gradient of zero has a zero norm of negative order.
-    if (clip.norm_type >= 0) EXPECT_GT(norm, clip.max_norm);
-  }
+  EXPECT_EQ(got.largest, expected.largest);
   expect_equal(got.weights, expected.weights, "value");
 }
 
@@ -114,13 +50,10 @@ class ClipGradNorm : public ::testing::TestWithParam<Clip> {};
 
 /// Whole gradients, one to three stages, replicas.
 TEST_P(ClipGradNorm, OfStages) {
-  for (const Training& run : {Training{1, 1}, Training{2, 1}, Training{3, 1}, Training{2, 2}}) {
-    Training whole = run;
-    whole.sharded = false;
-    SCOPED_TRACE(c10::str(whole));
-    expect_same(
-        clip_on_ranks(GetParam(), run.stages * run.replicas, run.replicas, config_of(whole)),
-        clip_plain(GetParam(), run.replicas, run.microbatches), GetParam());
+  for (const Training& run : {Training{1, 1, false}, Training{2, 1, false}, Training{3, 1, false},
+                              Training{2, 2, false}}) {
+    SCOPED_TRACE(c10::str(run));
+    expect_as_plain(GetParam(), run, config_of(run));
   }
 }
 
@@ -128,23 +61,24 @@ TEST_P(ClipGradNorm, OfStages) {
 TEST_P(ClipGradNorm, OfShardedOptimizerState) {
   for (const Training& run : {Training{1, 2}, Training{1, 3}, Training{2, 2}}) {
     SCOPED_TRACE(c10::str(run));
-    expect_same(clip_on_ranks(GetParam(), run.stages * run.replicas, run.replicas, config_of(run)),
-                clip_plain(GetParam(), run.replicas, run.microbatches), GetParam());
+    expect_as_plain(GetParam(), run, config_of(run));
   }
 }
 
 /// Ranks have shards of parameters; small ones are whole.
 TEST_P(ClipGradNorm, OfShardedParameters) {
+  Training run{1, 4, false};
+  run.microbatches = 1;
   for (const int degree : {2, 4}) {
     SCOPED_TRACE(c10::str("degree ", degree, " of 4 replicas"));
-    const auto config = stages(1)
-                            .microbatches(1)
-                            .ddp(true)
-                            .sharded_data_parallel_degree(degree)
-                            .sdp_param_persistence_threshold(100)
-                            .sdp_reduce_bucket_size(1000)
-                            .sdp_gradient_clipping(1e9);
-    expect_same(clip_on_ranks(GetParam(), 4, 4, config), clip_plain(GetParam(), 4, 1), GetParam());
+    expect_as_plain(GetParam(), run,
+                    stages(1)
+                        .microbatches(1)
+                        .ddp(true)
+                        .sharded_data_parallel_degree(degree)
+                        .sdp_param_persistence_threshold(100)
+                        .sdp_reduce_bucket_size(1000)
+                        .sdp_gradient_clipping(1e9));
   }
 }
 

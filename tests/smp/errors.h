@@ -7,20 +7,13 @@
 #include <functional>
 #include <string>
 
-#include "tests/smp/oracle.h"
+#include "tests/smp/step_fixture.h"
 
 namespace smp::testing {
 
 /// A program that trains a small model and ends with an error.
-class ErrorsTest : public ::testing::Test {
+class ErrorsTest : public StepTest {
  protected:
-  void SetUp() override {
-    torch::set_num_threads(1);
-    torch::manual_seed(5);
-    x_ = torch::randn({8, MlpImpl::kWidth});
-    y_ = torch::randn({8, 1});
-  }
-
   /// The error of a training loop that ends with an E. `loss` is called on every rank.
   using Loss = std::function<torch::Tensor(int step, DistributedModel<Mlp>&, torch::Tensor x,
                                            torch::Tensor y)>;
@@ -49,8 +42,6 @@ class ErrorsTest : public ::testing::Test {
           return loss;
         });
   }
-
-  torch::Tensor x_, y_;
 };
 
 }  // namespace smp::testing

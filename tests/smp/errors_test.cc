@@ -330,7 +330,8 @@ TEST_F(Program, ModulesThatCannotBeWrapped) {
                                         DistributedModel<Mlp> first{Mlp(1)}, second{Mlp(1)};
                                         make_training(first)(x_, y_);
                                       }),
-             {"two tensors are registered as \"", "a name of its own"});
+             {"two tensors are registered as \"",
+              "a name of its own: smp::DistributedModel model(net, smp::ModelOptions().name("});
 }
 
 /// Its buffer is the weight under another name, and is used on the other partition.
@@ -399,6 +400,29 @@ TEST_F(Program, ResultsThatCannotBePutTogether) {
   const StepOutput losses(Tensors{torch::ones({}), torch::ones({})});
   expect_has(error_of<UsageError>([&] { std::ignore = losses.concat(); }),
              {"StepOutput::concat needs tensors with a batch axis", "Use stack()"});
+}
+
+TEST_F(Capture, BuffersThatRequireAGradient) {
+  for (const bool trains : {true, false}) {
+    const auto run = [&] {
+      torch::nn::Linear net(MlpImpl::kWidth, 3);
+      const auto scale = net->register_buffer("scale", torch::ones({3}, torch::requires_grad()));
+      DistributedModel<torch::nn::Linear> model(net);
+      step([&](torch::Tensor x) {
+        const auto loss = (model(x) * scale).sum();
+        if (trains) model->backward(loss);
+        return loss;
+      })(x_);
+    };
+    if (!trains) {
+      EXPECT_NO_THROW(run_as_threads(1, stages(1), run));
+      continue;
+    }
+    expect_has(error_of_run<CaptureError>(1, stages(1), run),
+               {"calls backward and reads buffer \"scale\", which requires a gradient",
+                "Register it with register_parameter, or call requires_grad_(false) on it before "
+                "the step"});
+  }
 }
 
 TEST_F(Program, FilesThatAreNotThere) {

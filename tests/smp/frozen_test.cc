@@ -8,8 +8,8 @@
 #include <set>
 #include <string>
 
-#include "pipeline/action.h"
 #include "runtime/runtime.h"
+#include "tests/action_hook.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
@@ -58,9 +58,8 @@ std::map<int, std::map<char, int>> train(const Layout& layout, int trained) {
       torch::optim::AdamWOptions(1e-2),
       [&](int ranks, const Config& config, const std::function<void()>& program) {
         run_as_threads(ranks, Config(config).skip_tracing(true), [&] {
-          runtime::Runtime::get().execution.on_action = [&](const Action& action) {
-            actions.add(action);
-          };
+          ActionHook hook([&](const Action& action) { actions.add(action); });
+          runtime::Runtime::get().execution.observers.push_back(&hook);
           program();
         });
       });

@@ -3,11 +3,8 @@
 
 #include <torch/torch.h>
 
-#include <vector>
-
 #include "smp/autocast.h"
-#include "smp/smp.h"
-#include "tests/smp/oracle.h"
+#include "tests/smp/training_case.h"
 
 /// A model with a leaf module, trained under autocast with sharded parameters.
 namespace smp::testing {
@@ -25,16 +22,17 @@ struct GateImpl : torch::nn::Module {
 TORCH_MODULE(Gate);
 
 struct GatedImpl : torch::nn::Module {
-  explicit GatedImpl(bool opaque) : is_opaque(opaque) {
+  GatedImpl() {
     in = register_module("in", torch::nn::Linear(5, GateImpl::kWidth));
     gate = register_module("gate", Gate());
     head = register_module("head", torch::nn::Linear(GateImpl::kWidth, 3));
   }
-  torch::Tensor forward(torch::Tensor x) {
+  torch::Tensor loss(torch::Tensor x, torch::Tensor /*y*/) {
+    const amp::Autocast autocast(torch::kBFloat16);
     x = torch::gelu(in(x));
-    return head(is_opaque ? leaf(gate)(x) : gate(x));
+    return head(is_opaque ? leaf(gate)(x) : gate(x)).square().mean();
   }
-  bool is_opaque;
+  bool is_opaque = false;
   torch::nn::Linear in{nullptr}, head{nullptr};
   Gate gate{nullptr};
 };
@@ -54,69 +52,21 @@ inline Config gated_config(int degree) {
       .timeout_seconds(60);
 }
 
-inline torch::Tensor gated_loss(Gated& net, const torch::Tensor& x) {
-  const amp::Autocast autocast(torch::kBFloat16);
-  return net(x).square().mean();
+/// The training of replicas, on which the gate is a leaf.
+inline auto gated_case(int degree) {
+  const torch::optim::SGDOptions options(0.1);
+  TrainingCase<Gated, Recipe<torch::optim::SGD, torch::optim::SGDOptions>> result(
+      [] { return Gated(); }, {options});
+  result.config = gated_config(degree);
+  result.ranks = result.shards = kGatedReplicas;
+  result.microbatches = 2 * kGatedReplicas;
+  result.batch = [](int step) {
+    const auto x = torch::linspace(-1, 1, 4 * kGatedReplicas * 5).reshape({-1, 5}) * (step + 1);
+    return Tensors{x, x};
+  };
+  result.evaluates = false;
+  result.prepare = [](Gated& net) { net->is_opaque = true; };
+  return result;
 }
-
-/// A training in one plain process, and on ranks.
-class GatedTraining {
- public:
-  GatedTraining() {
-    torch::manual_seed(5);
-    Gated plain(/*opaque=*/false);
-    for (int i = 0; i < kGatedReplicas; ++i) {
-      nets_.emplace_back(/*opaque=*/true);
-      copy_values(*plain, *nets_.back());
-    }
-    train_plain(plain);
-  }
-
-  /// On a rank of the runtime: the same bits.
-  void train() {
-    Gated net = nets_[dp_rank()];
-    DistributedModel<Gated> model(net);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOptions);
-    auto train = step([&](torch::Tensor x) {
-      auto loss = gated_loss(net, x);
-      model->backward(loss);
-      return loss;
-    });
-    for (int i = 0; i < kSteps; ++i) {
-      optimizer.zero_grad();
-      const Tensors losses = train(part(batch(i), kGatedReplicas, dp_rank())).outputs();
-      const auto first = losses_.begin() + i * kCount + dp_rank() * kMicrobatches;
-      expect_equal(losses, Tensors(first, first + kMicrobatches), "loss");
-      optimizer.step();
-    }
-    expect_equal(to_map(model->state_dict()), weights_, "weight");
-  }
-
- private:
-  static constexpr int kSteps = 3, kMicrobatches = 2, kCount = kGatedReplicas * kMicrobatches;
-  inline static const torch::optim::SGDOptions kOptions{0.1};
-
-  static torch::Tensor batch(int number) {
-    return torch::linspace(-1, 1, kCount * 2 * 5).reshape({-1, 5}) * (number + 1);
-  }
-
-  void train_plain(Gated& plain) {
-    const Tensors parameters = unique_parameters(*plain);
-    torch::optim::SGD optimizer(parameters, kOptions);
-    for (int i = 0; i < kSteps; ++i) {
-      optimizer.zero_grad();
-      const Tensors losses = plain_backward(parameters, kGatedReplicas, kMicrobatches, [&](int m) {
-        return gated_loss(plain, part(batch(i), kCount, m));
-      });
-      losses_.insert(losses_.end(), losses.begin(), losses.end());
-      optimizer.step();
-    }
-    weights_ = state_of(*plain);
-  }
-
-  std::vector<Gated> nets_;  // net of each rank
-  Tensors losses_;           // losses by step and microbatch
-  Named weights_;
-};
 
 }  // namespace smp::testing

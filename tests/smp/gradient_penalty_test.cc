@@ -25,7 +25,7 @@ struct BaseImpl : torch::nn::Module {
     return torch::nn::Sequential(torch::nn::Linear(kWidth, kWidth), torch::nn::Tanh(),
                                  torch::nn::Linear(kWidth, out));
   }
-  static parity::Tensors batch(int64_t size) {
+  static Tensors batch(int64_t size) {
     return {torch::randn({size, kWidth}), torch::randn({size, 1})};
   }
   torch::nn::Sequential trunk{nullptr}, inner{nullptr}, head{nullptr};
@@ -123,48 +123,22 @@ void check_weights(const Layout& layout, const std::function<void(Config&)>& cha
     net->to(torch::kDouble);
     return net;
   };
-  auto batches = parity::make_batches<Net>(layout);
-  for (auto& batch : batches) batch = {batch[0].to(torch::kDouble), batch[1].to(torch::kDouble)};
-  const auto options = torch::optim::SGDOptions(0.05);
-  const auto plain = parity::run_plain<Net, torch::optim::SGD>(make, options, layout, batches);
-  auto config = Config()
-                    .partitions(layout.stages)
-                    .microbatches(layout.microbatches)
-                    .pipeline(layout.pipeline)
-                    .ddp(layout.replicas > 1)
-                    .seed(parity::kSeed)
-                    .timeout_seconds(60);
-  change(config);
-  const int ranks = layout.stages * layout.replicas;
-  torch::manual_seed(5);
-  std::vector<Net> nets;  // rank 0's weights count
-  for (int i = 0; i < ranks; ++i) nets.push_back(make());
-  run_as_threads(ranks, config, [&] {
-    set_tensor_parallelism(*nets[rank()]);
-    DistributedModel<Net> model(nets[rank()]);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), options);
-    auto net = model.get_module();
-    auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      (void)model;
-      auto loss = net->loss(x, y);
-      model->backward(loss);
-      return loss;
-    });
-    for (const auto& batch : batches) {
-      const int64_t size = batch[0].size(0) / layout.replicas;
-      optimizer.zero_grad();
-      train(batch[0].narrow(0, dp_rank() * size, size), batch[1].narrow(0, dp_rank() * size, size));
-      optimizer.step();
-    }
-    const auto state = model->state_dict();
-    EXPECT_EQ(state.size(), plain.weights.size());
-    for (const auto& item : state) {
-      const auto& expected = plain.weights.at(item.key());
-      EXPECT_TRUE(to_the_bit ? torch::equal(item.value(), expected)
-                             : torch::allclose(item.value(), expected, 1e-9, 1e-12))
-          << item.key();
-    }
-  });
+  auto tested =
+      parity::training<Net, torch::optim::SGD>(layout, make, torch::optim::SGDOptions(0.05));
+  tested.batch = [floats = tested.batch](int step) {
+    const auto batch = floats(step);
+    return Tensors{batch[0].to(torch::kDouble), batch[1].to(torch::kDouble)};
+  };
+  tested.evaluates = false;
+  tested.prepare = [](Net& net) { set_tensor_parallelism(*net); };
+  change(tested.config);
+  const Named got = tested.run_on_ranks().weights, expected = tested.run_plain().weights;
+  ASSERT_EQ(got.size(), expected.size());
+  for (const auto& [name, value] : expected) {
+    EXPECT_TRUE(to_the_bit ? torch::equal(got.at(name), value)
+                           : torch::allclose(got.at(name), value, 1e-9, 1e-12))
+        << name;
+  }
 }
 
 template <class Net>

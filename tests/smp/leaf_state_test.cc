@@ -9,7 +9,6 @@
 
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
-#include "tests/smp/resumed.h"
 
 namespace smp::testing {
 namespace {
@@ -99,9 +98,9 @@ TEST(CumulativeAverage, OfALeafHasTheBitsOfOneProcess) {
 }
 
 TEST(CumulativeAverage, GoesOnFromACheckpoint) {
-  const auto plain =
-      expect_goes_on_from_a_checkpoint<Averaged, torch::optim::SGD>(torch::optim::SGDOptions(0.1));
-  EXPECT_EQ(plain->norm->num_batches_tracked.item<int64_t>(), 8);
+  const Named plain =
+      parity::check_resumed<Averaged, torch::optim::SGD>(torch::optim::SGDOptions(0.1));
+  EXPECT_EQ(plain.at("norm.num_batches_tracked").item<int64_t>(), 8);
 }
 
 TEST(CumulativeAverage, IsRefusedElsewhere) {

@@ -2,11 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <mutex>
 #include <ostream>
 #include <tuple>
 
-#include "tests/smp/oracle.h"
+#include "tests/smp/training_case.h"
 
 namespace smp::testing {
 namespace {
@@ -172,12 +171,6 @@ std::ostream& operator<<(std::ostream& out, const Layout& layout) {
              << layout.pipeline << ", dropout " << layout.dropout;
 }
 
-/// The results of a run.
-struct Outcome {
-  std::vector<Tensors> losses, evaluations;  // losses and evaluations by step, by microbatch
-  Named weights;
-};
-
 constexpr int kSteps = 3;
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
@@ -196,92 +189,38 @@ class Leaves : public ::testing::TestWithParam<Layout> {
     }
   }
 
-  /// Leaves are called plainly unless there is dropout in them: a leaf draws from one stream.
-  LeafNet make(bool leaves) const {
-    torch::manual_seed(5);
-    return LeafNet(leaves, GetParam().dropout);
-  }
-
-  Outcome run_plain() {
-    LeafNet net = make(GetParam().dropout > 0);
-    const auto parameters = unique_parameters(*net);
-    torch::optim::SGD optimizer(parameters, kSgd);
-    const int64_t count = GetParam().microbatches;
-    Outcome run;
-    for (int i = 0; i < kSteps; ++i) {
-      net->strength = 0.5 + i;
-      net->train();
-      optimizer.zero_grad();
-      run.losses.push_back(plain_backward(parameters, 1, static_cast<int>(count), [&](int m) {
-        const KeyedRandom random(kSeed, "step 0", i, m);
-        return net->loss(part(x_[i], count, m), part(y_[i], count, m));
-      }));
-      optimizer.step();
-      net->eval();
-      run.evaluations.emplace_back();
-      const torch::NoGradGuard no_grad;
-      for (int64_t m = 0; m < count; ++m) {
-        run.evaluations[i].push_back(
-            net->loss(part(evaluation_x_[i], count, m), part(evaluation_y_[i], count, m)));
-      }
-    }
-    run.weights = state_of(*net);
-    return run;
-  }
-
-  Outcome run_distributed() {
+  TrainingCase<LeafNet, Recipe<torch::optim::SGD, torch::optim::SGDOptions>> training() const {
     const Layout& layout = GetParam();
-    std::vector<LeafNet> nets;
-    for (int i = 0; i < layout.stages; ++i) nets.push_back(make(true));
-    const auto config =
+    // One process calls leaves plainly unless there is dropout in them: a leaf draws from one
+    // stream.
+    TrainingCase<LeafNet, Recipe<torch::optim::SGD, torch::optim::SGDOptions>> result(
+        [dropout = layout.dropout] { return LeafNet(dropout > 0, dropout); }, {kSgd});
+    result.prepare = [](LeafNet& net) { net->opaque = true; };
+    result.config =
         stages(layout.stages).microbatches(layout.microbatches).pipeline(layout.pipeline);
-    Outcome run;
-    std::mutex mutex;
-    run_as_threads(layout.stages, config, [&] {
-      LeafNet net = nets[rank()];
-      DistributedModel<LeafNet> model(net);
-      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
-      auto train = step([&](torch::Tensor x, torch::Tensor y) {
-        auto loss = net->loss(x, y);
-        model->backward(loss);
-        return loss;
-      });
-      auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
-      for (int i = 0; i < kSteps; ++i) {
-        net->strength = 0.5 + i;
-        model->train();
-        optimizer.zero_grad();
-        const auto losses = train(x_[i], y_[i]);
-        optimizer.step();
-        model->eval();
-        const auto evaluations = evaluate(evaluation_x_[i], evaluation_y_[i]);
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (rank() > 0) continue;
-        run.losses.push_back(losses.outputs());
-        run.evaluations.push_back(evaluations.outputs());
-      }
-      for (const auto& parameter : model->parameters()) {
+    result.ranks = layout.stages;
+    result.microbatches = static_cast<int>(layout.microbatches);
+    result.steps = kSteps;
+    result.batch = [this](int step) { return Tensors{x_[step], y_[step]}; };
+    result.evaluation_batch = [this](int step) {
+      return Tensors{evaluation_x_[step], evaluation_y_[step]};
+    };
+    result.before_step = [](LeafNet& net, int step) { net->strength = 0.5 + step; };
+    result.at_end = [](auto& rank) {
+      for (const auto& parameter : rank.model->parameters()) {
         EXPECT_TRUE(parameter.is_leaf());
-        EXPECT_EQ(parameter.requires_grad(), !parameter.is_same(net->mixture->frozen));
+        EXPECT_EQ(parameter.requires_grad(), !parameter.is_same(rank.net->mixture->frozen));
       }
-      const auto state = to_map(model->state_dict());
-      if (rank() == 0) run.weights = state;
-    });
-    return run;
+    };
+    return result;
   }
 
   Tensors x_, y_, evaluation_x_, evaluation_y_;
 };
 
 TEST_P(Leaves, GiveTheBitsOfOneProcess) {
-  const Outcome expected = run_plain();
-  const Outcome got = run_distributed();
-  ASSERT_EQ(got.losses.size(), expected.losses.size());
-  for (int i = 0; i < kSteps; ++i) {
-    expect_equal(got.losses[i], expected.losses[i], "losses of step " + std::to_string(i));
-    expect_equal(got.evaluations[i], expected.evaluations[i], "evaluation " + std::to_string(i));
-  }
-  expect_equal(got.weights, expected.weights, "value");
+  const auto tested = training();
+  expect_same(tested.run_on_ranks(), tested.run_plain());
 }
 
 std::vector<Layout> layouts() {

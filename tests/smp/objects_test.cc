@@ -13,6 +13,7 @@
 #include "smp/group.h"
 #include "smp/init.h"
 #include "smp/save_load.h"
+#include "tests/error_of.h"
 
 namespace smp {
 
@@ -60,22 +61,13 @@ struct New {
 
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using smp::testing::error_of;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 // 2 stages x 2 replicas: pp groups are [0, 1] and [2, 3], dp groups [0, 2] and [1, 3].
 void on_four_ranks(const std::function<void()>& program) {
   run_as_threads(4, Config().partitions(2).ddp(true), program);
-}
-
-template <class E, class Call>
-std::string error_text(const Call& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "";
 }
 
 template <class T>
@@ -120,7 +112,7 @@ TEST(Archive, KeepsTensors) {
     EXPECT_EQ(copy.requires_grad(), tensor.requires_grad());
     EXPECT_TRUE(at::equal(copy, tensor));
   }
-  EXPECT_THAT(error_text<UsageError>([] {
+  EXPECT_THAT(error_of<UsageError>([] {
                 detail::to_bytes(at::rand({2, 2}).to_sparse());
               }),
               HasSubstr("expected a dense tensor to send as an object, got one of layout Sparse"));
@@ -144,21 +136,19 @@ TEST(Archive, TypesHaveNames) {
 
 TEST(Archive, RefusesOtherTypesAndDamage) {
   EXPECT_THAT(
-      error_text<CommError>([] { detail::from_bytes<float>(detail::to_bytes(1.0), "rank 3"); }),
+      error_of<CommError>([] { detail::from_bytes<float>(detail::to_bytes(1.0), "rank 3"); }),
       HasSubstr("expected an object of type float32 from rank 3, got one of type float64"));
   EXPECT_THAT(
-      error_text<CommError>(
-          [] { detail::from_bytes<New>(detail::to_bytes(New()) + "x", "rank 3"); }),
+      error_of<CommError>([] { detail::from_bytes<New>(detail::to_bytes(New()) + "x", "rank 3"); }),
       HasSubstr(
           "an object of type smp::New version 2 from rank 3 has 1 bytes too many. Its serialize"));
   std::string cut = detail::to_bytes(std::vector<double>(4));
   cut.resize(cut.size() - 1);
-  EXPECT_THAT(
-      error_text<CommError>([&] { detail::from_bytes<std::vector<double>>(cut, "rank 0"); }),
-      HasSubstr("announces 4 elements, more than its bytes hold"));
+  EXPECT_THAT(error_of<CommError>([&] { detail::from_bytes<std::vector<double>>(cut, "rank 0"); }),
+              HasSubstr("announces 4 elements, more than its bytes hold"));
   cut = detail::to_bytes(int64_t{1});
   cut.resize(cut.size() - 1);
-  EXPECT_THAT(error_text<CommError>([&] { detail::from_bytes<int64_t>(cut, "rank 0"); }),
+  EXPECT_THAT(error_of<CommError>([&] { detail::from_bytes<int64_t>(cut, "rank 0"); }),
               HasSubstr("an object that was received ends early: expected 8 more bytes, got 7"));
 }
 
@@ -234,12 +224,12 @@ TEST(Objects, OfOtherTypesAndVersionsAreErrors) {
     if (rank() == 0) send(1.5, 1, CommGroup::kWorld);
     if (rank() == 1) {
       EXPECT_THAT(
-          error_text<CommError>([] { recv_from<std::string>(0, CommGroup::kWorld); }),
+          error_of<CommError>([] { recv_from<std::string>(0, CommGroup::kWorld); }),
           HasSubstr("expected an object of type string from rank 0, got one of type float64"));
     }
     if (rank() == 2) send(Old(), 3, CommGroup::kWorld);
     if (rank() == 3) {
-      EXPECT_THAT(error_text<CommError>([] { recv_from<New>(2, CommGroup::kWorld); }),
+      EXPECT_THAT(error_of<CommError>([] { recv_from<New>(2, CommGroup::kWorld); }),
                   HasSubstr("expected an object of type smp::New version 2 from rank 2, got one of "
                             "type smp::Old"));
     }
@@ -248,12 +238,12 @@ TEST(Objects, OfOtherTypesAndVersionsAreErrors) {
 
 TEST(Objects, RefuseRanksThatAreNone) {
   on_four_ranks([] {
-    EXPECT_THAT(error_text<UsageError>([] { send(1, 2, CommGroup::kPp); }),
+    EXPECT_THAT(error_of<UsageError>([] { send(1, 2, CommGroup::kPp); }),
                 HasSubstr("smp::send: expected a pp rank in 0 to 1, got 2."));
-    EXPECT_THAT(error_text<UsageError>([] { recv_from<int>(-1, CommGroup::kDp); }),
+    EXPECT_THAT(error_of<UsageError>([] { recv_from<int>(-1, CommGroup::kDp); }),
                 HasSubstr("smp::recv_from: expected a dp rank in 0 to 1, got -1."));
     runtime::Runtime::get().current_step.is_running = true;
-    EXPECT_THAT(error_text<UsageError>([] { allgather(1, CommGroup::kWorld); }),
+    EXPECT_THAT(error_of<UsageError>([] { allgather(1, CommGroup::kWorld); }),
                 HasSubstr("smp::allgather was called inside a step function; send objects"));
     runtime::Runtime::get().current_step.is_running = false;
   });
@@ -305,19 +295,19 @@ TEST_F(SavedObjects, AreByRankWherePartial) {
 
 TEST_F(SavedObjects, OtherTypesAndDamageAreRefused) {
   save(1.0, path(), false);
-  EXPECT_THAT(error_text<CheckpointError>([&] { load<float>(path(), false); }),
+  EXPECT_THAT(error_of<CheckpointError>([&] { load<float>(path(), false); }),
               AllOf(HasSubstr("holds another object than was asked for: expected an object of type "
                               "float32 from the file, got one of type float64"),
                     HasSubstr(path())));
   std::string text = content();
   text.back() = static_cast<char>(text.back() ^ 1);
   std::ofstream(path()) << text;
-  const auto damaged = error_text<CheckpointError>([&] { load<double>(path(), false); });
+  const auto damaged = error_of<CheckpointError>([&] { load<double>(path(), false); });
   EXPECT_THAT(damaged,
               HasSubstr("is no file that smp::save(object, path) wrote, or it is damaged"));
   std::ofstream(path()) << "short";
-  EXPECT_EQ(error_text<CheckpointError>([&] { load<double>(path(), false); }), damaged);
-  EXPECT_NE(error_text<CheckpointError>([&] { load<double>(path() + "1", false); }), "");
+  EXPECT_EQ(error_of<CheckpointError>([&] { load<double>(path(), false); }), damaged);
+  EXPECT_NE(error_of<CheckpointError>([&] { load<double>(path() + "1", false); }), "");
 }
 
 }  // namespace

@@ -77,7 +77,7 @@ template <class Recipe>
 Saved train_plain_net(const Recipe& recipe, int steps) {
   const auto net = make_net();
   const auto parameters = net->parameters();
-  const auto optimizer = recipe.template make<typename Recipe::Optimizer>(parameters);
+  const auto optimizer = recipe.plain(parameters);
   for (int i = 0; i < steps; ++i) {
     optimizer->zero_grad();
     const auto x = batch_of_step(i);
@@ -119,8 +119,7 @@ void train_ranks_net(const Layout& layout, const Recipe& recipe, int first, int 
   for (int i = 0; i < last; ++i) batches.push_back(batch_of_step(i));
   run_as_threads(layout.ranks(), config_of(layout), [&] {
     DistributedModel<Net> model(nets[rank()]);
-    auto optimizer =
-        recipe.template make<DistributedOptimizer<typename Recipe::Optimizer>>(model->parameters());
+    const auto optimizer = recipe.on_rank(model->parameters());
     auto train = step([&](torch::Tensor x) {
       auto loss = model(x).square().mean();
       model->backward(loss);

@@ -31,15 +31,6 @@ const auto kFusedSgd = recipe<optim::FusedSGD>(to::SGDOptions(0.1).momentum(0.9)
 const auto kFusedAdagrad = recipe<optim::FusedAdagrad>(
     to::AdagradOptions(0.05).lr_decay(0.01).initial_accumulator_value(0.1), true);
 
-template <class Recipe>
-void expect_as_plain(const Recipe& recipe, const std::vector<Training>& runs) {
-  for (const Training& run : runs) {
-    SCOPED_TRACE(c10::str(run));
-    expect_equal(train_ranks(run, recipe), train_plain(recipe, run.replicas, 2, run.last_step),
-                 "value");
-  }
-}
-
 const std::vector<Training> kWhole{{1, 1, false}, {2, 1, false}, {3, 1, false}, {2, 2, false}};
 const std::vector<Training> kPieces{{1, 2, true}, {1, 3, true}, {2, 2, true}};
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 #include <memory>
@@ -107,6 +108,36 @@ inline void expect_equal(const Named& got, const Named& expected, const std::str
   }
 }
 
+/// The largest difference, relative to the largest element expected.
+inline double relative_difference(const torch::Tensor& got, const torch::Tensor& expected) {
+  const double largest = expected.abs().max().item<double>();
+  return (got - expected).abs().max().item<double>() / std::max(largest, 1e-300);
+}
+
+inline void expect_close(const torch::Tensor& got, const torch::Tensor& expected,
+                         const std::string& what, double tolerance = 1e-12) {
+  ASSERT_TRUE(got.defined()) << what;
+  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
+  EXPECT_LE(relative_difference(got, expected), tolerance) << what;
+}
+
+inline void expect_close(const Tensors& got, const Tensors& expected, const std::string& what,
+                         double tolerance = 1e-12) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  for (size_t i = 0; i < got.size(); ++i) {
+    expect_close(got[i], expected[i], what + ", number " + std::to_string(i), tolerance);
+  }
+}
+
+inline void expect_close(const Named& got, const Named& expected, const std::string& what,
+                         double tolerance = 1e-12) {
+  ASSERT_EQ(got.size(), expected.size()) << what;
+  for (const auto& [name, tensor] : expected) {
+    ASSERT_EQ(got.count(name), 1u) << what << " has no " << name;
+    expect_close(got.at(name), tensor, what + " of " + name, tolerance);
+  }
+}
+
 /// The part of `tensor` for one of `count` microbatches, along `axis`.
 inline torch::Tensor part(const torch::Tensor& tensor, int64_t count, int64_t microbatch,
                           int64_t axis = 0) {
@@ -120,18 +151,17 @@ inline torch::Dtype sum_type(const torch::Tensor& tensor) {
   return type == torch::kHalf || type == torch::kBFloat16 ? torch::kFloat : type;
 }
 
-/// One step of plain libtorch, as docs/architecture.md words it ("Numerics"): the raw gradients of
-/// the microbatches are summed in order within a replica, the replicas' sums in order, divided
-/// once and added to `.grad`. `run(m)` does the forward and backward of global microbatch m; where
-/// it does no backward, `.grad` stays as it was.
-inline void plain_microbatches(const Tensors& parameters, int replicas, int microbatches,
-                               const std::function<void(int)>& run) {
-  Tensors before, total(parameters.size());
-  for (const auto& parameter : parameters) before.push_back(parameter.grad());
+/// The gradients of one step of plain libtorch, as docs/architecture.md words it ("Numerics"): the
+/// raw gradients of the microbatches are summed in order within a replica, the replicas' sums in
+/// order, and divided once. `run(m)` does the forward and backward of global microbatch m. Leaves
+/// `.grad` undefined.
+inline Tensors mean_gradients(const Tensors& parameters, int replicas, int microbatches,
+                              const std::function<void(int)>& run) {
+  Tensors total(parameters.size());
   for (int replica = 0; replica < replicas; ++replica) {
     Tensors sum(parameters.size());
     for (int m = 0; m < microbatches; ++m) {
-      for (const auto& parameter : parameters) parameter.mutable_grad() = torch::Tensor();
+      for (const auto& parameter : parameters) parameter.mutable_grad().reset();
       run(replica * microbatches + m);
       for (size_t i = 0; i < parameters.size(); ++i) {
         if (!parameters[i].grad().defined()) continue;
@@ -144,10 +174,24 @@ inline void plain_microbatches(const Tensors& parameters, int replicas, int micr
     }
   }
   for (size_t i = 0; i < parameters.size(); ++i) {
+    parameters[i].mutable_grad().reset();
+    if (total[i].defined()) total[i] /= replicas * microbatches;
+  }
+  return total;
+}
+
+/// The same, rounded to the parameters' types and added to `.grad`; where `run` does no backward,
+/// that stays as it was.
+inline void plain_microbatches(const Tensors& parameters, int replicas, int microbatches,
+                               const std::function<void(int)>& run) {
+  Tensors before;
+  for (const auto& parameter : parameters) before.push_back(parameter.grad());
+  const Tensors means = mean_gradients(parameters, replicas, microbatches, run);
+  for (size_t i = 0; i < parameters.size(); ++i) {
     auto& gradient = parameters[i].mutable_grad();
     gradient = before[i];
-    if (!total[i].defined()) continue;
-    const auto mean = (total[i] / (replicas * microbatches)).to(parameters[i].scalar_type());
+    if (!means[i].defined()) continue;
+    const auto mean = means[i].to(parameters[i].scalar_type());
     gradient = gradient.defined() ? gradient + mean : mean;
   }
 }

@@ -71,22 +71,6 @@ TEST(ParametersOnOneStorage, TrainAsOneProcess) {
   }
 }
 
-/// Equal up to rounding, in float64.
-void expect_close(const parity::Trace& got, const parity::Trace& expected) {
-  const auto close = [](const torch::Tensor& a, const torch::Tensor& b) {
-    return torch::allclose(a, b, /*rtol=*/1e-9, /*atol=*/1e-12);
-  };
-  for (size_t step = 0; step < expected.losses.size(); ++step) {
-    for (size_t m = 0; m < expected.losses[step].size(); ++m) {
-      EXPECT_TRUE(close(got.losses[step][m], expected.losses[step][m])) << step << " " << m;
-    }
-    ASSERT_EQ(got.gradients[step].size(), expected.gradients[step].size());
-    for (const auto& [name, gradient] : expected.gradients[step]) {
-      EXPECT_TRUE(close(got.gradients[step].at(name), gradient)) << name << " in step " << step;
-    }
-  }
-}
-
 /// Gradients added up inside matrix products.
 class FusedParity : public ::testing::TestWithParam<Layout> {
  protected:
@@ -99,14 +83,12 @@ TEST_P(FusedParity, TiedGpt) {
     net->to(torch::kDouble);
     return net;
   };
-  const torch::optim::SGDOptions options(0.1);
-  const Layout& layout = GetParam();
-  const auto batches = parity::make_batches<TinyGpt>(layout);
-  const auto plain = parity::run_plain<TinyGpt, torch::optim::SGD>(make, options, layout, batches);
+  const auto tested =
+      parity::training<TinyGpt, torch::optim::SGD>(GetParam(), make, torch::optim::SGDOptions(0.1));
+  const auto plain = tested.run_plain();
   // Whether fused products round differently depends on the CPU's kernels.
   const OperatorCount fused("aten::addmm_");
-  expect_close(parity::run_distributed<TinyGpt, torch::optim::SGD>(make, options, layout, batches),
-               plain);
+  expect_close(tested.run_on_ranks(), plain);
   EXPECT_GT(fused.value(), 0);
 }
 

@@ -152,32 +152,12 @@ inline int count_skipped(const Trace& trace) {
   return count;
 }
 
-/// The gradients of one plain step: of the scaled losses of all microbatches, added in float32 in
-/// the order of docs/architecture.md, divided once. `loss(m)` is differentiated.
+/// The gradients of one plain step: of the scaled losses of all microbatches, which `loss(m)`
+/// computes.
 inline Tensors plain_gradients(const Tensors& parameters,
                                const std::function<torch::Tensor(int)>& loss) {
-  constexpr int kOfShard = Layout::kMicrobatches / Layout::kShards;
-  Tensors total(parameters.size());
-  for (int shard = 0; shard < Layout::kShards; ++shard) {
-    Tensors sum(parameters.size());
-    for (int m = 0; m < kOfShard; ++m) {
-      for (const auto& parameter : parameters) parameter.mutable_grad().reset();
-      loss(shard * kOfShard + m).backward();
-      for (size_t i = 0; i < parameters.size(); ++i) {
-        if (!parameters[i].grad().defined()) continue;
-        const auto gradient = parameters[i].grad().to(torch::kFloat, false, true);
-        sum[i] = sum[i].defined() ? sum[i] + gradient : gradient;
-      }
-    }
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (sum[i].defined()) total[i] = total[i].defined() ? total[i] + sum[i] : sum[i];
-    }
-  }
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    parameters[i].mutable_grad().reset();
-    if (total[i].defined()) total[i] /= Layout::kMicrobatches;
-  }
-  return total;
+  return mean_gradients(parameters, Layout::kShards, Layout::kMicrobatches / Layout::kShards,
+                        [&](int m) { loss(m).backward(); });
 }
 
 inline bool all_finite(const Tensors& gradients) {

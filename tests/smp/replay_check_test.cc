@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "graph/allocations.h"
 #include "smp/smp.h"
 #include "tests/error_of.h"
 #include "tests/smp/faulty_gelu.h"
@@ -270,6 +271,37 @@ TEST(ReplayCheck, ChangesNoBits) {
     ASSERT_FALSE(plain.empty());
     for (size_t j = 0; j < plain.size(); ++j) EXPECT_TRUE(torch::equal(checked[j], plain[j])) << j;
   }
+}
+
+/// The most that a rank allocates in a step of layers that are much larger than their inputs.
+int64_t peak_of_step(const Config& config) {
+  constexpr int kLayers = 6, kWidth = 64;
+  int64_t peak = 0;
+  run_as_threads(1, config, [&] {
+    torch::nn::Sequential net;
+    for (int i = 0; i < kLayers; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+    DistributedModel<torch::nn::Sequential> model(net);
+    auto step = smp::step([&](torch::Tensor x) {
+      auto loss = model(x).square().mean();
+      model->backward(loss);
+      return loss;
+    });
+    const auto x = torch::ones({kMicrobatches, kWidth});
+    step(x);  // captures
+    step(x);
+    const graph::Allocations allocations;
+    step(x);
+    peak = allocations.peak();
+  });
+  return peak;
+}
+
+/// Beside the sums of gradients there is room for a gradient, and not for those of all layers.
+TEST(ReplayCheck, DropsGradientsAsItMakesThem) {
+  constexpr int64_t kWeight = 64 * 64 * sizeof(float);
+  torch::set_num_threads(1);
+  const int64_t plain = peak_of_step(config_of(1, 1).replay_check(0));
+  EXPECT_LT(peak_of_step(config_of(1, 1)), plain + 2 * kWeight);
 }
 
 }  // namespace

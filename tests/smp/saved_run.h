@@ -18,8 +18,8 @@
 #include "core/check.h"
 #include "optim/state_dict.h"
 #include "runtime/update/optimizer.h"
-#include "smp/smp.h"
 #include "tests/smp/models.h"
+#include "tests/smp/training_case.h"
 
 /// Small runs that save and load, and the ranks' words about it.
 namespace smp::testing {
@@ -54,34 +54,23 @@ class SavedRunTest : public ::testing::Test {
   /// Plays so many stages and replicas as threads. The seed of the weights is `seed`.
   void run(int stages, int replicas, const std::function<void(SavedRun&)>& body, int seed = 5,
            bool sharded = false) const {
-    const int ranks = stages * replicas;
-    torch::manual_seed(seed);
-    std::vector<TinyGpt> nets;
-    for (int i = 0; i < ranks; ++i) nets.emplace_back(/*tied=*/true, /*layers=*/2);
-    const auto config = Config()
-                            .partitions(stages)
-                            .memory_weight(0.8)  // times differ between runs
-                            .microbatches(kMicrobatches / replicas)
-                            .ddp(replicas > 1)
-                            .shard_optimizer_state(sharded)
-                            .timeout_seconds(60);
-    run_as_threads(ranks, config, [&] {
-      SavedModel model(nets[rank()]);
-      SavedOptimizer optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
-      auto net = model.get_module();
-      auto step_function = step([&](torch::Tensor x, torch::Tensor y) {
-        auto loss = net->loss(x, y);
-        model->backward(loss);
-        return loss;
-      });
-      SavedRun rank_run{model, optimizer, [&](int i) {
-                          const int64_t size = kBatch / replicas;
-                          const auto part = [&](const torch::Tensor& t) {
-                            return t.narrow(0, dp_rank() * size, size);
-                          };
-                          optimizer.zero_grad();
-                          auto loss = step_function(part(batches_[i][0]), part(batches_[i][1]));
-                          optimizer.step();
+    TrainingCase<TinyGpt, Recipe<torch::optim::AdamW, torch::optim::AdamWOptions>> training(
+        [] { return TinyGpt(/*tied=*/true, /*layers=*/2); }, {torch::optim::AdamWOptions(1e-2)});
+    training.ranks = stages * replicas;
+    training.config = Config()
+                          .partitions(stages)
+                          .memory_weight(0.8)  // times differ between runs
+                          .microbatches(kMicrobatches / replicas)
+                          .ddp(replicas > 1)
+                          .shard_optimizer_state(sharded)
+                          .timeout_seconds(60);
+    training.batch = [this](int step) { return batches_[step]; };
+    training.seed = [seed] { return seed; };  // on all ranks: it is dropout's, too
+    training.on_ranks([&](auto& rank) {
+      SavedRun rank_run{rank.model, *rank.optimizer, [&](int i) {
+                          rank.optimizer->zero_grad();
+                          const auto loss = rank.train(i);
+                          rank.optimizer->step();
                           return loss.reduce_mean();
                         }};
       body(rank_run);

@@ -30,32 +30,33 @@ class ShardedCheckpoint : public ::testing::Test {
   std::string folder_;
 };
 
-/// Twelve microbatches in six shards, on any number of ranks.
-Training laid_out(int stages, int replicas, bool sharded) {
-  Training run{stages, replicas, sharded};
-  run.microbatches = 12 / replicas;
-  return run.with_shards(6);
+/// Twelve microbatches in six shards, on any number of ranks, at a constant rate.
+template <class Recipe>
+TrainingCase<ShardedNet, Recipe> laid_out(int stages, int replicas, bool sharded,
+                                          const Recipe& recipe) {
+  auto result =
+      sharded_case({stages, replicas, sharded, 12 / replicas, /*gradient_shards=*/6}, recipe);
+  result.decays = false;
+  return result;
 }
 
 /// Each run goes on where the one before stopped.
 template <class Recipe>
 void expect_resumes(const Recipe& recipe, const std::function<std::string(int)>& path) {
-  const std::vector<Training> runs{
-      laid_out(1, 2, true), laid_out(1, 3, true),  laid_out(1, 1, false), laid_out(2, 2, true),
-      laid_out(3, 1, true), laid_out(1, 2, false), laid_out(2, 3, true)};
+  const std::vector<TrainingCase<ShardedNet, Recipe>> runs{
+      laid_out(1, 2, true, recipe), laid_out(1, 3, true, recipe), laid_out(1, 1, false, recipe),
+      laid_out(2, 2, true, recipe), laid_out(3, 1, true, recipe), laid_out(1, 2, false, recipe),
+      laid_out(2, 3, true, recipe)};
+  const auto count = static_cast<int>(runs.size());
   Named got;
-  for (size_t i = 0; i < runs.size(); ++i) {
-    Training run = runs[i];
-    run.first_step = static_cast<int>(i);
-    run.last_step = run.first_step + 1;
-    if (i > 0) run.load = path(run.first_step);
-    run.save = path(run.last_step);
-    got = train_ranks(run, recipe);
+  for (int i = 0; i < count; ++i) {
+    auto run = runs[i];
+    run.steps = count;
+    got = run.run_on_ranks({i, i + 1, i > 0 ? path(i) : "", path(i + 1)}).weights;
   }
-  Training whole = laid_out(1, 1, false);
-  whole.last_step = static_cast<int>(runs.size());
-  whole.save = path(100);  // without a scheduler, like the others
-  expect_equal(got, train_ranks(whole, recipe), "value");
+  auto whole = laid_out(1, 1, false, recipe);
+  whole.steps = count;
+  expect_equal(got, whole.run_on_ranks().weights, "value");
 }
 
 TEST_F(ShardedCheckpoint, MovesBetweenLayouts) {
@@ -69,9 +70,8 @@ TEST_F(ShardedCheckpoint, MovesStateThatConstructorsMake) {
 /// The same tensors and numbers as one that was written without sharding.
 TEST_F(ShardedCheckpoint, HoldsWhatAnyOtherHolds) {
   for (const bool sharded : {false, true}) {
-    Training run = laid_out(2, 3, sharded);
-    run.save = path(sharded);
-    train_ranks(run, kAdam);
+    const auto run = laid_out(2, 3, sharded, kAdam);
+    run.run_on_ranks({0, run.steps, "", path(sharded)});
   }
   checkpoint::Reader plain(path(0)), sharded(path(1));
   EXPECT_EQ(plain.index().optimizer, sharded.index().optimizer);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <filesystem>
 #include <functional>
 #include <mutex>
 #include <ostream>
@@ -19,8 +18,8 @@
 #include "smp/optim/novograd.h"
 #include "smp/smp.h"
 #include "tests/smp/models.h"
-#include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
+#include "tests/temp_folder.h"
 
 // Sharded data parallelism: the bits of one process, and the memory of a rank meanwhile.
 namespace smp {
@@ -82,75 +81,21 @@ using Watch = std::function<void(DistributedModel<Net>& model, int step)>;
 template <class Net>
 using Prepare = std::function<void(Net& net)>;
 
-/// Trains `Net` on ranks that share parameters, with an evaluation after each step.
+/// Trains on ranks that share parameters, and in one process.
 template <class Net, class Optimizer, class Options>
-parity::Trace run_sharded(const std::function<Net()>& make, const Options& options,
-                          const Sharded& run, const std::vector<Tensors>& batches,
-                          const Watch<Net>& watch, const Prepare<Net>& prepare) {
-  const auto layout = layout_of(run);
-  parity::Trace trace;
-  trace.losses.assign(run.steps, Tensors(run.replicas * run.microbatches));
-  trace.evaluations.resize(run.steps);
-  std::mutex mutex;
-  torch::manual_seed(5);
-  std::vector<Net> nets;
-  for (int i = 0; i < run.replicas; ++i) nets.push_back(make());
-  run_as_threads(run.replicas, config_of(run), [&] {
-    DistributedModel<Net> model(nets[rank()]);
-    DistributedOptimizer<Optimizer> optimizer(model->parameters(), options);
-    auto net = model.get_module();
-    if (prepare) prepare(net);
-    auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      auto loss = parity::loss_of(model, x, y);
-      model->backward(loss);
-      return loss;
-    });
-    auto evaluate =
-        step([&](torch::Tensor x, torch::Tensor y) { return parity::loss_of(model, x, y); });
-    for (int i = 0; i < run.steps; ++i) {
-      const int64_t size = batches[i][0].size(0) / run.replicas;
-      const auto x = batches[i][0].narrow(0, dp_rank() * size, size);
-      const auto y = batches[i][1].narrow(0, dp_rank() * size, size);
-      model->train();
-      optimizer.zero_grad();
-      const auto losses = train(x, y);
-      optimizer.step();
-      model->eval();
-      const auto evaluation = evaluate(x, y).reduce_mean();
-      const std::lock_guard<std::mutex> lock(mutex);
-      for (int m = 0; m < layout.microbatches; ++m) {
-        trace.losses[i][dp_rank() * layout.microbatches + m] = losses.outputs()[m];
-      }
-      if (dp_rank() == 0) trace.evaluations[i] = evaluation;
-      if (watch) watch(model, i);
-    }
-    const auto state = to_map(model->state_dict());
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (dp_rank() == 0) {
-      trace.weights = state;
-    } else {
-      for (const auto& item : net->named_parameters()) {
-        expect_equal(state.at(item.key()),
-                     trace.weights.empty() ? state.at(item.key()) : trace.weights.at(item.key()),
-                     "rank " + std::to_string(rank()) + " " + item.key());
-      }
-    }
-  });
-  return trace;
-}
-
-template <class Net, class Optimizer, class Options>
-void check(const std::function<Net()>& make, const Options& options, const Sharded& run,
-           const Watch<Net>& watch = nullptr, const Prepare<Net>& prepare = nullptr) {
+void check(
+    const std::function<Net()>& make, const Options& options, const Sharded& run,
+    const Watch<Net>& watch = [](auto&, int) {}, const Prepare<Net>& prepare = [](Net&) {}) {
   SCOPED_TRACE(c10::str(run));
-  torch::set_num_threads(1);
-  const auto layout = layout_of(run);
-  const auto batches = parity::make_batches<Net>(layout);
-  auto plain = parity::run_plain<Net, Optimizer>(make, options, layout, batches);
-  auto sharded = run_sharded<Net, Optimizer>(make, options, run, batches, watch, prepare);
+  auto tested = parity::training<Net, Optimizer>(layout_of(run), make, options);
+  tested.config = config_of(run);
+  tested.after_step = [&](auto& rank, int step) { watch(rank.model, step); };
+  tested.prepare = prepare;
+  auto sharded = tested.run_on_ranks();
+  const auto plain = tested.run_plain();
   // Gradients of shards are compared by the optimizers' results.
   sharded.gradients = plain.gradients;
-  parity::expect_same(sharded, plain);
+  expect_same(sharded, plain);
 }
 
 const auto kAdamW = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
@@ -234,8 +179,10 @@ TEST(ShardedParameters, AreThereWhenARegionRunsAgain) {
     for (auto& module : net->attention_in) set_activation_checkpointing(module);
     set_activation_checkpointing(net->tokens);
   };
-  check<TinyGpt, torch::optim::SGD>(tied_gpt, kSgd, {2, 2, 2, 0, 1000}, nullptr, prepare);
-  check<TinyGpt, torch::optim::AdamW>(gpt, kAdamW, {3, 3}, nullptr, prepare);
+  check<TinyGpt, torch::optim::SGD>(
+      tied_gpt, kSgd, {2, 2, 2, 0, 1000}, [](auto&, int) {}, prepare);
+  check<TinyGpt, torch::optim::AdamW>(
+      gpt, kAdamW, {3, 3}, [](auto&, int) {}, prepare);
 }
 
 /// A leaf module in the middle of others.
@@ -354,94 +301,39 @@ TEST(ShardedParameters, AreGatheredAhead) {
 TEST(ShardedParameters, GradientsAreClipped) {
   torch::set_num_threads(1);
   for (const Sharded& run : {Sharded{2, 2}, Sharded{4, 2}, Sharded{4, 4}}) {
-    const int replicas = run.replicas;
-    const auto batches = parity::make_batches<TinyGpt>(layout_of(run));
-    torch::manual_seed(5);
-    TinyGpt plain(true, 3, 0.0);
-    std::vector<TinyGpt> nets;
-    for (int i = 0; i < replicas; ++i) {
-      nets.emplace_back(true, 3, 0.0);
-      copy_values(*plain, *nets.back());
-    }
-    const auto parameters = unique_parameters(*plain);
-    torch::optim::SGD optimizer(parameters, kSgd);
-    for (int i = 0; i < run.steps; ++i) {
-      optimizer.zero_grad();
-      plain_backward(parameters, replicas, 1, [&](int m) {
-        return plain->loss(part(batches[i][0], replicas, m), part(batches[i][1], replicas, m));
-      });
-      EXPECT_GT(torch::nn::utils::clip_grad_norm_(parameters, 0.2), 0.2);
-      optimizer.step();
-    }
-    run_as_threads(replicas, config_of(run, 0.2), [&] {
-      DistributedModel<TinyGpt> model(nets[rank()]);
-      DistributedOptimizer<torch::optim::SGD> own(model->parameters(), kSgd);
-      auto train = step([&](torch::Tensor x, torch::Tensor y) {
-        auto loss = model.get_module()->loss(x, y);
-        model->backward(loss);
-        return loss;
-      });
-      for (int i = 0; i < run.steps; ++i) {
-        own.zero_grad();
-        train(part(batches[i][0], replicas, rank()), part(batches[i][1], replicas, rank()));
-        own.step();
-      }
-      const auto state = model->state_dict();
-      for (const auto& item : plain->named_parameters()) {
-        expect_equal(state[item.key()], item.value(), item.key());
-      }
-    });
+    auto tested = parity::training<TinyGpt, torch::optim::SGD>(
+        layout_of(run), std::function<TinyGpt()>([] { return TinyGpt(true, 3, 0.0); }), kSgd);
+    tested.evaluates = false;
+    tested.max_norm = 0.2;
+    const auto plain = tested.run_plain();
+    tested.max_norm = 0;  // "sdp_gradient_clipping" does it
+    tested.config = config_of(run, 0.2);
+    expect_equal(tested.run_on_ranks().weights, plain.weights, "value");
   }
 }
 
 /// Checkpoints are whole: into a plain module, another degree, and no sharding at all, and back.
 TEST(ShardedParameters, SaveAndLoad) {
-  torch::set_num_threads(1);
-  const std::string folder = ::testing::TempDir() + "/sharded_parameters";
-  std::filesystem::remove_all(folder);
-  const auto batches = parity::make_batches<TinyGpt>({1, 4, 1, "", false, 4});
-  torch::manual_seed(5);
-  const TinyGpt initial(true);
-  const auto train_steps = [&](int degree, int first, int last, const std::string& load,
-                               const std::string& save) {
-    Named result;
-    std::mutex mutex;
-    std::vector<TinyGpt> nets;
-    for (int i = 0; i < 4; ++i) {
-      nets.emplace_back(true);
-      copy_values(*initial, *nets.back());
-    }
-    run_as_threads(4, config_of({4, degree}), [&] {
-      DistributedModel<TinyGpt> model(nets[rank()]);
-      DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), kAdamW);
-      auto train = step([&](torch::Tensor x, torch::Tensor y) {
-        auto loss = model.get_module()->loss(x, y);
-        model->backward(loss);
-        return loss;
-      });
-      const auto run_step = [&](int i) {
-        optimizer.zero_grad();
-        train(part(batches[i][0], 4, rank()), part(batches[i][1], 4, rank()));
-        optimizer.step();
-      };
-      if (!load.empty() && degree == 2) run_step(3);  // load into a model that is divided already
-      if (!load.empty()) smp::load(load, model, optimizer);
-      for (int i = first; i < last; ++i) run_step(i);
-      if (!save.empty()) smp::save(save, model, optimizer);
-      const auto state = to_map(model->state_dict());
-      const std::lock_guard<std::mutex> lock(mutex);
-      if (rank() == 0) result = state;
-    });
+  const TempFolder folder;
+  const std::string path = folder.file("checkpoint");
+  const auto of_degree = [](int degree) {
+    auto result = parity::training<TinyGpt, torch::optim::AdamW>(
+        {1, 4, 1, "simple", false, 4}, std::function<TinyGpt()>(tied_gpt), kAdamW);
+    result.config = config_of({4, degree});
+    result.evaluates = false;
     return result;
   };
-  const auto expected = train_steps(1, 0, 4, "", "");
+  const auto expected = of_degree(1).run_on_ranks().weights;
   for (const auto& [before, after] : {std::pair(4, 2), std::pair(2, 1), std::pair(1, 4)}) {
     SCOPED_TRACE(c10::str("degree ", before, ", then ", after));
-    const auto saved = train_steps(before, 0, 2, "", folder);
+    const auto saved = of_degree(before).run_on_ranks({0, 2, "", path}).weights;
     TinyGpt plain(true);
-    load_into_module(folder, *plain);
+    load_into_module(path, *plain);
     expect_equal(state_of(*plain), saved, "value");
-    expect_equal(train_steps(after, 2, 4, folder, ""), expected, "value");
+    auto then = of_degree(after);
+    // Loads into a model that is divided already.
+    if (after == 2) then.before_load = [](auto& rank) { rank.step(3); };
+    expect_equal(then.run_on_ranks({2, 4, path, ""}).weights, expected, "value");
   }
 }
 

@@ -4,15 +4,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <memory>
+#include <functional>
 #include <mutex>
-#include <string>
-#include <utility>
+#include <ostream>
 #include <vector>
 
 #include "smp/smp.h"
 #include "tests/smp/models.h"
-#include "tests/smp/oracle.h"
+#include "tests/smp/training_case.h"
 
 /// Training with `shard_optimizer_state`, without it, and in one plain libtorch process.
 namespace smp::testing {
@@ -24,49 +23,12 @@ struct Training {
   bool sharded = true;
   int microbatches = 2;  ///< microbatches of a replica
   int gradient_shards = 0;
-  int first_step = 0, last_step = 4;
-  std::string load = {}, save = {};  ///< checkpoints, if any
-
-  Training with_shards(int count) const {
-    Training result = *this;
-    result.gradient_shards = count;
-    return result;
-  }
+  int steps = 4;
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Training& run) {
   return out << run.stages << " stages x " << run.replicas << " replicas"
              << (run.sharded ? ", sharded" : "");
-}
-
-/// An optimizer of one or two param groups, and whether a scheduler follows.
-template <class OptimizerType, class OptionsType>
-struct Recipe {
-  using Optimizer = OptimizerType;
-  using Options = OptionsType;
-
-  Options options;
-  bool groups = false;
-
-  /// Matrices in the first group, other options for the rest.
-  template <class Made>
-  std::unique_ptr<Made> make(const Tensors& parameters) const {
-    if (!groups) return std::make_unique<Made>(parameters, options);
-    Tensors matrices, others;
-    for (const auto& parameter : parameters) {
-      (parameter.dim() > 1 ? matrices : others).push_back(parameter);
-    }
-    auto made = std::make_unique<Made>(matrices, options);
-    auto other_options = std::make_unique<Options>(options);
-    other_options->set_lr(options.get_lr() / 3);
-    made->add_param_group(torch::optim::OptimizerParamGroup(others, std::move(other_options)));
-    return made;
-  }
-};
-
-template <class OptimizerType, class Options>
-Recipe<OptimizerType, Options> recipe(Options options, bool groups = false) {
-  return {std::move(options), groups};
 }
 
 /// A GPT of odd sizes whose head is tied, and a parameter that nothing uses.
@@ -97,28 +59,6 @@ inline Tensors batch_of(int step, int global_microbatches) {
   return {ids, draw()};
 }
 
-/// Plain libtorch; gradients are summed over `shards` shards of microbatches.
-template <class Recipe>
-Named train_plain(const Recipe& recipe, int shards, int microbatches_of_shard, int steps) {
-  torch::manual_seed(5);
-  ShardedNet net;
-  const auto parameters = unique_parameters(*net);
-  auto optimizer = recipe.template make<typename Recipe::Optimizer>(parameters);
-  torch::optim::StepLR scheduler(*optimizer, 2, 0.5);
-  for (int step = 0; step < steps; ++step) {
-    optimizer->zero_grad();
-    const auto batch = batch_of(step, shards * microbatches_of_shard);
-    plain_backward(parameters, shards, microbatches_of_shard, [&](int m) {
-      const KeyedRandom random(kSeed, "step 0", step, m);
-      const int count = shards * microbatches_of_shard;
-      return net->loss(part(batch[0], count, m), part(batch[1], count, m));
-    });
-    optimizer->step();
-    scheduler.step();
-  }
-  return state_of(*net);
-}
-
 inline Config config_of(const Training& run) {
   return stages(run.stages)
       .microbatches(run.microbatches)
@@ -128,56 +68,30 @@ inline Config config_of(const Training& run) {
       .shard_optimizer_state(run.sharded);
 }
 
-/// On ranks as threads. Calls `inspect(model, optimizer, step)` after each step, one rank at a
-/// time.
-template <class Recipe, class Inspect>
-Named train_ranks(const Training& run, const Recipe& recipe, const Inspect& inspect,
-                  const ModelOptions& options = {}) {
-  Named result;
-  std::mutex mutex;
-  torch::set_num_threads(1);
-  std::vector<ShardedNet> nets;
-  for (int i = 0; i < run.stages * run.replicas; ++i) {
-    torch::manual_seed(5);
-    nets.emplace_back();
-  }
-  run_as_threads(run.stages * run.replicas, config_of(run), [&] {
-    DistributedModel<ShardedNet> model(nets[rank()], options);
-    auto optimizer =
-        recipe.template make<DistributedOptimizer<typename Recipe::Optimizer>>(model->parameters());
-    torch::optim::StepLR scheduler(*optimizer, 2, 0.5);
-    if (!run.load.empty()) {
-      EXPECT_EQ(smp::load(run.load, model, *optimizer).step, run.first_step);
-    }
-    auto net = model.get_module();
-    auto train = step([&](torch::Tensor x, torch::Tensor y) {
-      auto loss = net->loss(x, y);
-      model->backward(loss);
-      return loss;
-    });
-    for (int i = run.first_step; i < run.last_step; ++i) {
-      optimizer->zero_grad();
-      const auto batch = batch_of(i, run.replicas * run.microbatches);
-      train(part(batch[0], run.replicas, dp_rank()), part(batch[1], run.replicas, dp_rank()));
-      optimizer->step();
-      // Loading restores the rate, not the scheduler's count.
-      if (run.load.empty() && run.save.empty()) scheduler.step();
-      const std::lock_guard lock(mutex);
-      inspect(model, *optimizer, i);
-    }
-    if (!run.save.empty()) smp::save(run.save, model, *optimizer);
-    const auto state = to_map(model->state_dict());
-    const std::lock_guard lock(mutex);
-    if (result.empty()) result = state;
-    expect_equal(state, result, "replicas");
-  });
+/// Plain libtorch, if it is run so, sums gradients over the replicas or the shards.
+template <class Recipe>
+TrainingCase<ShardedNet, Recipe> sharded_case(const Training& run, const Recipe& recipe) {
+  TrainingCase<ShardedNet, Recipe> result([] { return ShardedNet(); }, recipe);
+  result.config = config_of(run);
+  result.ranks = run.stages * run.replicas;
+  result.microbatches = run.replicas * run.microbatches;
+  result.shards = run.gradient_shards > 0 ? run.gradient_shards : run.replicas;
+  result.batch = [count = result.microbatches](int step) { return batch_of(step, count); };
+  result.steps = run.steps;
+  result.loss = [](auto& model, auto x, auto y) { return model.get_module()->loss(x, y); };
+  result.decays = true;
+  result.evaluates = false;
   return result;
 }
 
+/// The weights of both are the same.
 template <class Recipe>
-Named train_ranks(const Training& run, const Recipe& recipe, const ModelOptions& options = {}) {
-  return train_ranks(
-      run, recipe, [](auto&, auto&, int) {}, options);
+void expect_as_plain(const Recipe& recipe, const std::vector<Training>& runs) {
+  for (const Training& run : runs) {
+    SCOPED_TRACE(c10::str(run));
+    const auto tested = sharded_case(run, recipe);
+    expect_equal(tested.run_on_ranks().weights, tested.run_plain().weights, "value");
+  }
 }
 
 /// Whatever `loop(model, train)` does with a small model on two replicas, each of which trains on

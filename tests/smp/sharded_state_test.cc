@@ -26,32 +26,24 @@ const auto kRmsProp = recipe<to::RMSprop>(
     to::RMSpropOptions(0.01).momentum(0.9).centered(true).weight_decay(0.01), true);
 const auto kAdadelta = recipe<optim::Adadelta>(optim::AdadeltaOptions(1).weight_decay(0.01), true);
 
-/// All numbers of replicas, and stages too, against plain libtorch.
-template <class Recipe>
-void expect_as_plain(const Recipe& recipe) {
-  for (const Training& run :
-       {Training{1, 1}, Training{1, 2}, Training{1, 3}, Training{1, 4}, Training{2, 2}}) {
-    SCOPED_TRACE(c10::str(run));
-    expect_equal(train_ranks(run, recipe), train_plain(recipe, run.replicas, 2, run.last_step),
-                 "value");
-  }
-}
+/// All numbers of replicas, and stages too.
+const std::vector<Training> kRuns{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}};
 
-TEST(ShardedState, Sgd) { expect_as_plain(kSgd); }
-TEST(ShardedState, Adam) { expect_as_plain(kAdam); }
-TEST(ShardedState, AdamW) { expect_as_plain(kAdamW); }
-TEST(ShardedState, Adagrad) { expect_as_plain(kAdagrad); }
-TEST(ShardedState, RmsProp) { expect_as_plain(kRmsProp); }
-TEST(ShardedState, Adadelta) { expect_as_plain(kAdadelta); }
+TEST(ShardedState, Sgd) { expect_as_plain(kSgd, kRuns); }
+TEST(ShardedState, Adam) { expect_as_plain(kAdam, kRuns); }
+TEST(ShardedState, AdamW) { expect_as_plain(kAdamW, kRuns); }
+TEST(ShardedState, Adagrad) { expect_as_plain(kAdagrad, kRuns); }
+TEST(ShardedState, RmsProp) { expect_as_plain(kRmsProp, kRuns); }
+TEST(ShardedState, Adadelta) { expect_as_plain(kAdadelta, kRuns); }
 
 /// Any number of replicas has the same bits if the shards are the same.
 TEST(ShardedState, GradientShards) {
-  const auto expected = train_plain(kAdam, 6, 2, 4);
-  for (Training run : {Training{1, 1}, Training{1, 2}, Training{1, 3}, Training{2, 3}}) {
-    SCOPED_TRACE(c10::str(run));
+  std::vector<Training> runs{{1, 1}, {1, 2}, {1, 3}, {2, 3}};
+  for (Training& run : runs) {
     run.microbatches = 12 / run.replicas;
-    expect_equal(train_ranks(run.with_shards(6), kAdam), expected, "value");
+    run.gradient_shards = 6;
   }
+  expect_as_plain(kAdam, runs);
 }
 
 /// Every option of the reduction, against the run that is not sharded.
@@ -61,9 +53,14 @@ TEST(ShardedState, ModelOptions) {
         ModelOptions().average_grads_across_microbatches(false),
         ModelOptions().backward_passes_per_step(2), ModelOptions().bucket_cap_mb(1)}) {
     Training run{2, 2};
-    const auto sharded = train_ranks(run, kAdam, options);
+    const auto weights = [&] {
+      auto tested = sharded_case(run, kAdam);
+      tested.model_options = options;
+      return tested.run_on_ranks().weights;
+    };
+    const auto sharded = weights();
     run.sharded = false;
-    expect_equal(sharded, train_ranks(run, kAdam, options), "value");
+    expect_equal(sharded, weights(), "value");
   }
 }
 
@@ -115,27 +112,31 @@ TEST(ShardedState, IsAPartOnEachReplica) {
 /// Cut from a whole gradient, pieces of all replicas one after the other are that gradient.
 TEST(ShardedState, VirtualParametersHaveTheGradients) {
   Training run{2, 2};
-  run.last_step = 1;
+  run.steps = 1;
   Named whole;
   run.sharded = false;
-  train_ranks(run, kSgd, [&](auto& model, auto&, int) {
-    for (const auto& item : model->virtual_named_parameters()) {
-      EXPECT_TRUE(item.value().is_same(model->named_parameters()[item.key()]));
+  auto replicas = sharded_case(run, kSgd);
+  replicas.after_step = [&](auto& rank, int) {
+    for (const auto& item : rank.model->virtual_named_parameters()) {
+      EXPECT_TRUE(item.value().is_same(rank.model->named_parameters()[item.key()]));
       if (item.value().grad().defined()) whole[item.key()] = item.value().grad().clone();
     }
-  });
+  };
+  replicas.run_on_ranks();
   std::map<std::string, std::map<int, torch::Tensor>> pieces;
   run.sharded = true;
-  train_ranks(run, kSgd, [&](auto& model, auto&, int) {
-    const auto parameters = model->virtual_named_parameters();
-    EXPECT_EQ(parameters.size(), model->local_virtual_parameters().size());
+  auto sharded = sharded_case(run, kSgd);
+  sharded.after_step = [&](auto& rank, int) {
+    const auto parameters = rank.model->virtual_named_parameters();
+    EXPECT_EQ(parameters.size(), rank.model->local_virtual_parameters().size());
     for (const auto& item : parameters) {
       EXPECT_EQ(item.value().dim(), 1);
-      EXPECT_TRUE(item.value().is_alias_of(model->named_parameters()[item.key()]));
+      EXPECT_TRUE(item.value().is_alias_of(rank.model->named_parameters()[item.key()]));
       if (item.value().grad().defined())
         pieces[item.key()][dp_rank()] = item.value().grad().clone();
     }
-  });
+  };
+  sharded.run_on_ranks();
   ASSERT_EQ(pieces.size(), whole.size());
   EXPECT_EQ(whole.count("unused"), 0u);
   for (const auto& [name, gradient] : whole) {

@@ -13,21 +13,13 @@
 
 #include "core/check.h"
 #include "smp/ddp.h"
+#include "tests/error_of.h"
 
 namespace smp {
 namespace {
 
-using testing::HasSubstr;
-
-template <class E, class Call>
-std::string error_text(const Call& call) {
-  try {
-    call();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "";
-}
+using smp::testing::error_of;
+using ::testing::HasSubstr;
 
 at::Tensor of_rank(int rank) { return at::arange(6, at::kFloat).view({3, 2}) + 10 * rank; }
 
@@ -43,7 +35,7 @@ class Smddp : public ::testing::Test {
   static void SetUpTestSuite() {
     EXPECT_FALSE(smddp::is_initialized());
     EXPECT_THAT(
-        error_text<UsageError>([] { smddp::get_rank(); }),
+        error_of<UsageError>([] { smddp::get_rank(); }),
         HasSubstr("smddp was used before it was initialised. Call smp::smddp::init_process"));
     smddp::init_process_group(std::chrono::seconds(30));
   }
@@ -51,7 +43,7 @@ class Smddp : public ::testing::Test {
 
 TEST_F(Smddp, IsInitialisedOnce) {
   EXPECT_TRUE(smddp::is_initialized());
-  EXPECT_THAT(error_text<UsageError>([] { smddp::init_process_group(); }),
+  EXPECT_THAT(error_of<UsageError>([] { smddp::init_process_group(); }),
               HasSubstr("smp::smddp::init_process_group was called twice; call it once"));
 }
 
@@ -93,7 +85,7 @@ TEST_F(Smddp, MovesTensors) {
   smddp::all_gather(all, of_rank(rank));
   for (int r = 0; r < size; ++r) EXPECT_TRUE(at::equal(all[r], of_rank(r)));
   all.push_back(tensor);
-  EXPECT_THAT(error_text<UsageError>([&] { smddp::all_gather(all, tensor); }),
+  EXPECT_THAT(error_of<UsageError>([&] { smddp::all_gather(all, tensor); }),
               HasSubstr("smddp::all_gather: expected one tensor for each of the"));
   smddp::barrier();
 }

@@ -8,7 +8,7 @@
 
 #include "tests/smp/api.h"
 #include "tests/smp/models.h"
-#include "tests/smp/resumed.h"
+#include "tests/smp/parity.h"
 
 namespace smp::testing {
 namespace {
@@ -226,7 +226,7 @@ struct RotatedImpl : torch::nn::Module {
 TORCH_MODULE(Rotated);
 
 TEST(ComplexNumbers, GoOnFromACheckpoint) {
-  expect_goes_on_from_a_checkpoint<Rotated, torch::optim::Adam>(torch::optim::AdamOptions(1e-2));
+  parity::check_resumed<Rotated, torch::optim::Adam>(torch::optim::AdamOptions(1e-2));
 }
 
 }  // namespace

@@ -56,21 +56,7 @@ class StepArguments : public ErrorsTest {
  protected:
   void SetUp() override {
     ErrorsTest::SetUp();
-    prototype_ = Mlp(4);
     out_ = plain(x_);
-  }
-
-  /// Calls `program` with a model on one rank and then on both of two stages.
-  void on_stages(const std::function<void(DistributedModel<Mlp>&)>& program) const {
-    for (int count : {1, 2}) {
-      SCOPED_TRACE(std::to_string(count) + " stages");
-      run_as_threads(count, stages(count), [&] {
-        Mlp net(4);
-        copy_values(*prototype_, *net);
-        DistributedModel<Mlp> model(net);
-        program(model);
-      });
-    }
   }
 
   /// An argument that holds x_ and y_, which `take` finds in the function's arguments: the parts of
@@ -107,14 +93,6 @@ class StepArguments : public ErrorsTest {
     }
   }
 
-  /// The outputs of the plain net for `x`, microbatch by microbatch.
-  Tensors plain(const Tensor& x) const {
-    torch::NoGradGuard no_grad;
-    Mlp net = prototype_;
-    return {net(part(x, 2, 0)), net(part(x, 2, 1))};
-  }
-
-  Mlp prototype_{nullptr};
   Tensors out_;
 };
 

@@ -4,31 +4,21 @@
 #include <functional>
 #include <string>
 
-#include "tests/smp/oracle.h"
+#include "tests/smp/api.h"
 
 /// A small net, on one rank or on two stages, for tests of step functions.
 namespace smp::testing {
 
 inline const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
 
-class StepTest : public ::testing::Test {
+class StepTest : public ApiTest {
  protected:
-  void SetUp() override {
-    torch::set_num_threads(1);
-    torch::manual_seed(5);
-    prototype_ = Mlp(4);
-    x_ = torch::randn({8, MlpImpl::kWidth});
-    y_ = torch::randn({8, 1});
-  }
-
   /// Calls `program` with a model on one rank and then on both of two stages.
   void on_stages(const std::function<void(DistributedModel<Mlp>&)>& program) {
     for (int count : {1, 2}) {
       SCOPED_TRACE(std::to_string(count) + " stages");
       run_as_threads(count, stages(count), [&] {
-        Mlp net(4);
-        copy_values(*prototype_, *net);
-        DistributedModel<Mlp> model(net);
+        DistributedModel<Mlp> model(make_net());
         program(model);
       });
     }
@@ -42,9 +32,6 @@ class StepTest : public ::testing::Test {
     for (int m = 0; m < count; ++m) outputs.push_back(net(part(x, count, m)));
     return outputs;
   }
-
-  Mlp prototype_{nullptr};
-  torch::Tensor x_, y_;
 };
 
 }  // namespace smp::testing

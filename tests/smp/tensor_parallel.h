@@ -172,26 +172,4 @@ inline torch::Tensor own_batch(const TensorLayout& layout, const torch::Tensor& 
   return part(batch, layout.batches(), layout.prescaled ? rdp_rank() : dp_rank());
 }
 
-/// The largest difference, relative to the largest element expected.
-inline double relative_difference(const torch::Tensor& got, const torch::Tensor& expected) {
-  const double largest = expected.abs().max().item<double>();
-  return (got - expected).abs().max().item<double>() / std::max(largest, 1e-300);
-}
-
-inline void expect_close(const torch::Tensor& got, const torch::Tensor& expected,
-                         const std::string& what, double tolerance = 1e-12) {
-  ASSERT_TRUE(got.defined()) << what;
-  ASSERT_EQ(got.sizes(), expected.sizes()) << what;
-  EXPECT_LE(relative_difference(got, expected), tolerance) << what;
-}
-
-inline void expect_close(const Named& got, const Named& expected, const std::string& what,
-                         double tolerance = 1e-12) {
-  ASSERT_EQ(got.size(), expected.size()) << what;
-  for (const auto& [name, tensor] : expected) {
-    ASSERT_EQ(got.count(name), 1u) << what << " has no " << name;
-    expect_close(got.at(name), tensor, what + " of " + name, tolerance);
-  }
-}
-
 }  // namespace smp::testing

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -12,6 +13,7 @@
 #include "core/restart.h"
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
+#include "runtime/update/divided_states.h"
 #include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/tensor_parallel.h"
 #include "tests/smp/tensor_parallel_sharding.h"
@@ -439,6 +441,49 @@ TEST_F(TensorParallelCheckpoint, OptimizerStatesGoIntoOtherDegrees) {
   }
 }
 
+/// Wholes of `cpu()` are taken back for parts that lie in memory as they did.
+TEST_F(TensorParallelCheckpoint, PartsInAnotherOrderOfMemoryStay) {
+  const TensorLayout layout{2};
+  run_as_threads(layout.ranks(), config_of(layout), [&] {
+    auto net = make_model<DividedModel>(5);
+    torch::Tensor& up = net->blocks[0]->up;
+    up.set_data(up.detach().t().contiguous().t());
+    Model model(net);
+    auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
+    const auto batch = token_batch(0);
+    const torch::NoGradGuard no_grad;
+    evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    const auto before = up.clone();
+    model->cpu();
+    EXPECT_EQ(up.size(0), 2 * DividedModel::kHidden);
+    model->local_virtual_parameters();
+    EXPECT_TRUE(torch::equal(up, before)) << up.strides();
+  });
+}
+
+/// None needs the memory for all states, which matrices and vectors by turns would give to one.
+TEST_F(TensorParallelCheckpoint, RanksOfAGroupPutTogetherAboutAsMuch) {
+  std::vector<int64_t> elements(2);
+  run({2}, [&](Rank& rank) {
+    rank.train(0);
+    const auto& runtime = runtime::Runtime::get();
+    OptimizerState state;
+    for (const auto* entry : runtime.table().divided()) {
+      const auto sizes = entry->tensor.sizes().vec();
+      state.params[entry->name] = {sizes, {{"average", torch::zeros(sizes)}}, ""};
+    }
+    runtime::join_states(runtime, CommGroup::kTp, state);
+    for (const auto& [name, param] : state.params) {
+      EXPECT_EQ(param.tensors.at("average").sizes(), at::IntArrayRef(param.shape)) << name;
+      elements[tp_rank()] += param.tensors.at("average").numel();
+    }
+  });
+  const int64_t block = 2 * DividedModel::kHidden * (DividedModel::kWidth + 1) +
+                        DividedModel::kWidth * DividedModel::kHidden;
+  EXPECT_EQ(elements[0] + elements[1], 3 * block);
+  EXPECT_GT(std::min(elements[0], elements[1]), block);
+}
+
 /// A rank that did another number of steps is found out.
 TEST_F(TensorParallelCheckpoint, RefusesOtherStatesInAGroup) {
   const auto text = error_of<UsageError>([&] {
@@ -448,9 +493,9 @@ TEST_F(TensorParallelCheckpoint, RefusesOtherStatesInAGroup) {
       rank.optimizer.state_dict();
     });
   });
-  expect_has(text, {"the optimizer's state differs between the ranks of a tensor-parallel group: "
-                    "tp rank 0 has parameter \"block0.",
-                    "{\"step\":1}", "{\"step\":2}", "Call optimizer.step() on all ranks alike"});
+  expect_has(text, {"the optimizer's state of parameter \"block0.",
+                    "differs between ranks that divide it: expected {", "\"step\":1", "\"step\":2",
+                    "Call optimizer.step() on all ranks alike"});
 }
 
 }  // namespace

@@ -6,11 +6,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <ostream>
 #include <set>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "tests/covering_array.h"
 #include "tests/smp/tensor_parallel_run.h"
 #include "tests/smp/tensor_parallel_transformer.h"
 
@@ -257,42 +259,72 @@ void expect_divided(const Outcome& got) {
   for (const auto& name : Net::must_be_divided()) EXPECT_EQ(got.divided.count(name), 1u) << name;
 }
 
-/// The results are those of one process, and the same in a second run (of "speed", too:
-/// tensor_parallel_rewrite_test).
+/// The results are those of one process.
 template <class Net>
-void check(const TensorLayout& layout) {
-  const auto expected = run_plain<Net>();
-  for (const char* optimize : {"speed", "memory"}) {
-    SCOPED_TRACE(optimize);
-    const auto got = run_marked<Net>(layout, optimize);
-    expect_divided<Net>(got);
-    expect_close(got, expected);
-    const bool memory = optimize == std::string("memory");
-    if (memory) expect_same(run_marked<Net>(layout, optimize), got);
-    const bool in_parts = memory && Net::has_streams(layout.degree);
-    EXPECT_EQ(divided_streams(got.report) > 0, in_parts) << got.report;
-  }
+void check(const TensorLayout& layout, const std::string& optimize) {
+  const auto got = run_marked<Net>(layout, optimize);
+  expect_divided<Net>(got);
+  expect_close(got, run_plain<Net>());
+  const bool in_parts = optimize == "memory" && Net::has_streams(layout.degree);
+  EXPECT_EQ(divided_streams(got.report) > 0, in_parts) << got.report;
 }
 
-class TensorParallelModels : public ::testing::TestWithParam<TensorLayout> {};
+struct ModelCase {
+  std::string model;
+  void (*check)(const TensorLayout& layout, const std::string& optimize);
+  TensorLayout layout = {1};
+  std::string optimize = {};
+};
 
-TEST_P(TensorParallelModels, TrainAVisionTransformer) { check<Vit>(GetParam()); }
-TEST_P(TensorParallelModels, TrainSkips) { check<Skips>(GetParam()); }
-TEST_P(TensorParallelModels, TrainADecoder) { check<Gpt>(GetParam()); }
-TEST_P(TensorParallelModels, TrainAnEncoder) { check<Encoder>(GetParam()); }
-TEST_P(TensorParallelModels, TrainAPerceptron) { check<WideMlp>(GetParam()); }
+std::ostream& operator<<(std::ostream& out, const ModelCase& one) {
+  return out << one.model << ", " << one.layout << ", " << one.optimize;
+}
 
-INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelModels,
-                         ::testing::Values(TensorLayout{2}, TensorLayout{4}, TensorLayout{2, 2},
-                                           TensorLayout{4, 2}, TensorLayout{2, 1, 2},
-                                           TensorLayout{2, 2, 2}));
+std::vector<ModelCase> model_cases() {
+  std::vector<ModelCase> product;
+  for (const ModelCase& model :
+       {ModelCase{"VisionTransformer", check<Vit>}, ModelCase{"Skips", check<Skips>},
+        ModelCase{"Decoder", check<Gpt>}, ModelCase{"Encoder", check<Encoder>},
+        ModelCase{"Perceptron", check<WideMlp>}}) {
+    for (const TensorLayout& layout :
+         {TensorLayout{2}, TensorLayout{4}, TensorLayout{2, 2}, TensorLayout{4, 2},
+          TensorLayout{2, 1, 2}, TensorLayout{2, 2, 2}}) {
+      for (const char* optimize : {"speed", "memory"}) {
+        product.push_back({model.model, model.check, layout, optimize});
+      }
+    }
+  }
+  return cases_of(product, [](const ModelCase& one) {
+    return Factors{one.model, c10::str(one.layout), one.optimize};
+  });
+}
+
+class TensorParallelModels : public ::testing::TestWithParam<ModelCase> {};
+
+TEST_P(TensorParallelModels, TrainAsOneProcess) {
+  GetParam().check(GetParam().layout, GetParam().optimize);
+}
+
+INSTANTIATE_TEST_SUITE_P(Pairs, TensorParallelModels, ::testing::ValuesIn(model_cases()),
+                         [](const auto& info) {
+                           return info.param.model + std::to_string(info.index);
+                         });
+
+/// The same of "speed", and in other layouts: tensor_parallel_rewrite_test.
+TEST(TensorParallelResults, AreTheSameInASecondRun) {
+  expect_same(run_marked<Gpt>({4, 2}), run_marked<Gpt>({4, 2}));
+  expect_same(run_marked<Encoder>({2, 2, 2}), run_marked<Encoder>({2, 2, 2}));
+}
 
 /// Each microbatch of the group updates the statistics once, in their order, as in one process:
 /// buffers are among the values that `check` compares. (With replicas each has its own.)
 class TensorParallelBatchNorm : public ::testing::TestWithParam<TensorLayout> {};
 
 TEST_P(TensorParallelBatchNorm, SeesAllMicrobatchesOfTheGroup) {
-  check<Normalised>(GetParam());
+  for (const char* optimize : {"speed", "memory"}) {
+    SCOPED_TRACE(optimize);
+    check<Normalised>(GetParam(), optimize);
+  }
   const auto weights = run_plain<Normalised>().weights;
   EXPECT_EQ(weights.at("norm.num_batches_tracked").item<int64_t>(), kSteps * kMicrobatches);
 }
@@ -303,6 +335,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TensorParallelBatchNorm,
 
 /// Recomputed blocks send and add the same.
 TEST(TensorParallelCheckpointing, ChangesNothing) {
+  const auto plain = run_plain<Gpt>();
   for (const TensorLayout& layout : {TensorLayout{2}, TensorLayout{4, 2}}) {
     for (const char* optimize : {"speed", "memory"}) {
       SCOPED_TRACE(c10::str(layout, ", ", optimize));
@@ -315,7 +348,7 @@ TEST(TensorParallelCheckpointing, ChangesNothing) {
           [&](Config config) { return config.optimize(optimize); });
       expect_divided<Gpt>(again);
       expect_same(again, run_marked<Gpt>(layout, optimize));
-      expect_close(again, run_plain<Gpt>());
+      expect_close(again, plain);
     }
   }
 }

@@ -99,11 +99,9 @@ TEST(TensorParallelModel, TakesWholeValues) {
       EXPECT_TRUE(gathered.empty());
     }
     for (const auto& item : model->local_state_dict()) {
-      const auto& split =
-          runtime::Runtime::get().table().at(net->named_parameters()[item.key()]).split;
+      const auto& entry = runtime::Runtime::get().table().at(net->named_parameters()[item.key()]);
       const auto whole = state_of(*other).at(item.key());
-      expect_equal(item.value(), split ? split->part(whole, tp_rank()) : whole,
-                   "local value of " + item.key());
+      expect_equal(item.value(), entry.part().cut(whole, rank()), "local value of " + item.key());
     }
     const auto text = error_of<CheckpointError>(
         [&] { model->load_state_dict(model->local_state_dict(), false); });

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -343,6 +344,40 @@ TEST(PlainOptimizers, TrainWholeParametersAlone) {
   expect_has(log_of(stages(2).bf16(true), weights),
              {"warning: a step has trained parameters of type BFloat16", warning,
               "Wrap it: auto optimizer = smp::distributed(plain)"});
+}
+
+/// Until the last of the steps that add up there is no `.grad` that could have been dropped.
+TEST(PlainOptimizers, AreNotSeenInStepsThatAddUp) {
+  torch::set_num_threads(1);
+  constexpr int kPasses = 2;
+  const auto log_of = [&](int ranks, bool is_plain) {
+    std::vector<Mlp> nets{make_mlp(), make_mlp()};
+    std::vector<torch::Tensor> inputs;
+    for (int i = 0; i < kSteps; ++i) inputs.push_back(input_of(i));
+    ::testing::internal::CaptureStderr();
+    run_as_threads(ranks, stages(ranks).bf16(true), [&] {
+      DistributedModel<Mlp> model(nets[rank()], ModelOptions().backward_passes_per_step(kPasses));
+      std::optional<DistributedOptimizer<to::SGD>> distributed;
+      if (!is_plain) distributed.emplace(model->parameters(), kOptions);
+      to::SGD plain(nets[rank()]->parameters(), kOptions);
+      auto train = step([&](torch::Tensor x) {
+        auto loss = model(x).square().mean();
+        model->backward(loss);
+        return loss;
+      });
+      for (int i = 0; i < kSteps; ++i) {
+        if (i % kPasses == 0) distributed ? distributed->zero_grad() : plain.zero_grad();
+        train(inputs[i].clone());
+        if ((i + 1) % kPasses == 0) distributed ? (void)distributed->step() : (void)plain.step();
+      }
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const char* const warning = "its gradients were dropped before a DistributedOptimizer stepped";
+  for (const int ranks : {1, 2}) {
+    EXPECT_EQ(log_of(ranks, /*is_plain=*/false).find(warning), std::string::npos);
+    expect_has(log_of(ranks, /*is_plain=*/true), {warning});
+  }
 }
 
 TEST(Replicas, ThatLeaveOutAStepAreRefused) {
