@@ -91,12 +91,10 @@ std::vector<Parameter> pipeline_rows() {
           "`interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, "
           "`zb_h1` and `zb_h2` keep fewer microbatches or fill idle time with split backwards; "
           "`interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several "
-          "stages (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts "
-          "the step with each and takes the shortest, measures in the first steps, and takes "
-          "another one if the measurements say that it is better; `file` loads it from "
-          "`schedule_file`. All give the same numbers, bit for bit. A step function without "
-          "`backward` gets a forward-only schedule by itself; with `_only_forward` one that has a "
-          "`backward` is an error.")
+          "stages (`virtual_stages`); `list` builds one from the predicted costs; `auto` takes the "
+          "shortest by prediction, then by measurement in the first steps; `file` loads it from "
+          "`schedule_file`. All give the same bits. A step function without `backward` only runs "
+          "forwards; with `_only_forward` one that has a `backward` is an error.")
           .values({"simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
                    "breadth_first", "zb_h1", "zb_h2", "zbv", "dualpipe_v", "list", "auto", "file",
                    "_only_forward"}),
@@ -114,7 +112,7 @@ std::vector<Parameter> pipeline_rows() {
       text("timeline", {},
            "An HTML page: world rank 0 writes there when each rank did which action in three "
            "training steps (the third to the fifth of the first step function that trains), and "
-           "beside it, with the ending .json, a trace for Perfetto (see docs/timeline.md)."),
+           "beside it, with the ending .json, a trace for Perfetto (see docs/performance.md)."),
       count("active_microbatches", {}, kMostMicrobatches,
             "How many microbatches may be in flight at once on a rank. Fewer need less memory.")
           .default_from(
@@ -161,14 +159,13 @@ std::vector<Parameter> step_rows() {
               "matrix product, instead of making each and adding it: saves memory and a pass over "
               "it, and rounds differently (see docs/architecture.md, Numerics)."),
       text("guard", "every_step",
-           "In which steps a step function runs again, on tensors without data, to see whether it "
-           "still does the same as in the capture: in `every_step`, in the `first_step` only, or "
-           "in every N-th; or in every step once for each microbatch (`every_microbatch`), whose "
-           "numbers and contents of tensors made from host data may then differ, as in SMP 1.x. In "
-           "a step without guard the operators and numbers of the last guarded one are replayed: "
-           "side effects of the function, numbers that it changed (a loss weight) and `train()` or "
-           "`eval()` are not seen, and its results besides tensors are those of the last guarded "
-           "step. Inputs of other shapes, and arguments with `smp_slice`, are guarded always.")
+           "In which steps a step function runs again, on tensors without data, to compare it with "
+           "the capture: in `every_step`, in the `first_step` only, or in every N-th; or once for "
+           "each microbatch (`every_microbatch`), whose numbers and tensors made from host data "
+           "may then differ, as in SMP 1.x. A step without guard replays the last guarded one: it "
+           "has none of the function's side effects, and sees no change of its numbers (a loss "
+           "weight), of `train()` or `eval()`, and of its results besides tensors. Inputs of other "
+           "shapes, and arguments with `smp_slice`, are guarded always.")
           .values({"every_step", "first_step", "every_microbatch"})
           .or_integer(1)
           .error("{key} must be 'every_step', 'first_step', 'every_microbatch' or a positive "
@@ -224,7 +221,9 @@ std::vector<Parameter> partition_rows() {
           "optimizer_state_factor", 2.0,
           "Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: 2 "
           "for Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` "
-          "divided by the number of replicas.")
+          "divided by the number of replicas. Unless it is set, the state is that of the "
+          "program's `DistributedOptimizer`s, as far as they are made before the first step, "
+          "with the masters of half precision.")
           .at_least(0)
           .at_most(1000),
       boolean(
@@ -297,10 +296,9 @@ std::vector<Parameter> rank_rows() {
           .at_most(kMostMiB),
       boolean(
           "keep_freed_memory", true,
-          "Let the C library of a rank keep the memory that a step frees for the next one, instead "
-          "of giving it back to the system and asking for it again, page by page. No effect with "
-          "another allocator, or where the environment tunes it (`MALLOC_...`). And let tensors "
-          "use all of it again, by aligning them otherwise than libtorch does."),
+          "Let the C library of a rank keep the memory that a step frees for the next step, and "
+          "align tensors so that they can use all of it again. No effect with another allocator, "
+          "or where the environment tunes it (`MALLOC_...`)."),
   };
 }
 
@@ -313,7 +311,7 @@ std::vector<Parameter> failure_rows() {
       number("stall_seconds", 60.0,
              "After how many seconds a blocking wait for another rank is worth a warning, with the "
              "actions of all ranks of the host and the chain of waits to its cause (see "
-             "docs/status.md). 0 for none.")
+             "docs/recovery.md). 0 for none.")
           .at_least(0)
           .at_most(kMostSeconds),
       boolean(
@@ -325,7 +323,7 @@ std::vector<Parameter> failure_rows() {
       integer("replay_check", int64_t{0},
               "Every how many steps of training one microbatch of one stage runs again, on another "
               "rank where there is one, and replicas compare their weights (see "
-              "docs/corruption.md). Other bits are an error on all ranks before gradients are "
+              "docs/recovery.md). Other bits are an error on all ranks before gradients are "
               "handed out. 0: never.")
           .at_least(0)
           .at_most(kMostSteps),
@@ -349,7 +347,7 @@ std::vector<Parameter> failure_rows() {
       text("record_hashes", {},
            "A folder into which each rank writes hashes of its operators' results in every step, "
            "and of the gradients of parameters: `smp_diff` compares two of them (see "
-           "docs/corruption.md). Takes time and room on the disk."),
+           "docs/recovery.md). Takes time and room on the disk."),
   };
 }
 
@@ -357,7 +355,7 @@ std::vector<Parameter> memory_rows() {
   return {
       text("activation_checkpointing", "modules",
            "The modules that run again in the backward pass instead of being kept for it (see "
-           "docs/activation_memory.md): the `modules` for which the program calls "
+           "docs/memory.md): the `modules` for which the program calls "
            "`smp::set_activation_checkpointing`, or these and those that `auto` adds, so that no "
            "rank is predicted to need more than `memory_limit_mb`.")
           .values({"modules", "auto"}),
@@ -378,7 +376,7 @@ std::vector<Parameter> memory_rows() {
           .error("'{key}' must be a str."),
       boolean("shard_optimizer_state", false,
               "Divide the optimizer's state and its work over the replicas instead of repeating "
-              "them (see docs/sharding.md). Needs `ddp`; no effect with one replica."),
+              "them (see docs/memory.md). Needs `ddp`; no effect with one replica."),
   };
 }
 
@@ -416,11 +414,11 @@ std::vector<Parameter> tensor_and_sharding_rows() {
            "distributed module of `smp::nn`.")
           .values({"auto", "marked"}),
       boolean("strict_tensor_parallelism", false,
-              "A marked module with parameters that cannot be divided is an error; otherwise the "
-              "report says so."),
+              "A marked weight that cannot be divided is an error (norms and biases may stay "
+              "whole); otherwise the report says so."),
       integer("sharded_data_parallel_degree", int64_t{1},
               "Over how many replicas parameters, gradients and optimizer state are sharded (see "
-              "docs/sharding.md); a divisor of their number. More than 1 needs `partitions` of 1, "
+              "docs/memory.md); a divisor of their number. More than 1 needs `partitions` of 1, "
               "and neither `shard_optimizer_state` nor `gradient_accumulation_fusion`.")
           .at_least(1)
           .at_most(kMostRanks),

@@ -18,7 +18,7 @@ bool still_answers_stack_requests();
 /// Asks those ranks of this host on which others wait, and which are neither stopped nor blocked in
 /// the kernel, where they are, and notes it in their `stack`. One answers within a fifth of a
 /// second or not at all. A signal interrupts the same calls as others do, such as `nanosleep`:
-/// docs/status.md.
+/// docs/recovery.md.
 void ask_for_stacks(JobStatus& job);
 
 }  // namespace smp::core

@@ -43,7 +43,7 @@ SMP_API void checkpoint_module(const torch::nn::Module& module, const Checkpoint
 ///
 /// A module that is divided among several stages runs again on each of them, with its part. The
 /// outermost of modules inside each other counts. Which operators belong to a module, its costs and
-/// savings: docs/activation_memory.md.
+/// savings: docs/memory.md.
 ///
 /// As documented for SMP's `smp.set_activation_checkpointing`; without `pack_args_as_tuple`, since
 /// the modules are not called anew: their operators are. Throws `UsageError` after the first step,

@@ -15,7 +15,7 @@ class Store;
 }  // namespace c10d
 
 /// The backend "smddp" for libtorch's own distributed code, such as `c10d::Reducer`: collectives on
-/// the CPU with sums in rank order. docs/smddp.md describes it. Neither `smp::init` nor
+/// the CPU with sums in rank order. docs/data_parallel.md describes it. Neither `smp::init` nor
 /// `init_process_group` is needed. To use the results, include
 /// <torch/csrc/distributed/c10d/ProcessGroup.hpp> or Backend.hpp.
 namespace smp::smddp {

@@ -126,11 +126,10 @@ class SMP_API Config {
   /// `interleaved` gives a backward priority as soon as one is ready; `1f1b`, `eager_1f1b`, `zb_h1`
   /// and `zb_h2` keep fewer microbatches or fill idle time with split backwards;
   /// `interleaved_1f1b`, `breadth_first`, `zbv` and `dualpipe_v` give each rank several stages
-  /// (`virtual_stages`); `list` builds one from the predicted costs; `auto` predicts the step with
-  /// each and takes the shortest, measures in the first steps, and takes another one if the
-  /// measurements say that it is better; `file` loads it from `schedule_file`. All give the same
-  /// numbers, bit for bit. A step function without `backward` gets a forward-only schedule by
-  /// itself; with `_only_forward` one that has a `backward` is an error. Default: "interleaved".
+  /// (`virtual_stages`); `list` builds one from the predicted costs; `auto` takes the shortest by
+  /// prediction, then by measurement in the first steps; `file` loads it from `schedule_file`. All
+  /// give the same bits. A step function without `backward` only runs forwards; with
+  /// `_only_forward` one that has a `backward` is an error. Default: "interleaved".
   Config& pipeline(Pipeline value) { return choose("pipeline", static_cast<size_t>(value)); }
   Config& pipeline(std::string value) { return set("pipeline", std::move(value)); }
   std::string pipeline() const { return std::get<std::string>(get("pipeline")); }
@@ -152,7 +151,7 @@ class SMP_API Config {
 
   /// An HTML page: world rank 0 writes there when each rank did which action in three training
   /// steps (the third to the fifth of the first step function that trains), and beside it, with the
-  /// ending .json, a trace for Perfetto (see docs/timeline.md). Unset by default.
+  /// ending .json, a trace for Perfetto (see docs/performance.md). Unset by default.
   Config& timeline(std::string value) { return set("timeline", std::move(value)); }
   std::optional<std::string> timeline() const { return get_if_set<std::string>("timeline"); }
 
@@ -218,14 +217,13 @@ class SMP_API Config {
 
   /// The values of `guard`.
   enum class Guard { kEveryStep, kFirstStep, kEveryMicrobatch };
-  /// In which steps a step function runs again, on tensors without data, to see whether it still
-  /// does the same as in the capture: in `every_step`, in the `first_step` only, or in every N-th;
-  /// or in every step once for each microbatch (`every_microbatch`), whose numbers and contents of
-  /// tensors made from host data may then differ, as in SMP 1.x. In a step without guard the
-  /// operators and numbers of the last guarded one are replayed: side effects of the function,
-  /// numbers that it changed (a loss weight) and `train()` or `eval()` are not seen, and its
-  /// results besides tensors are those of the last guarded step. Inputs of other shapes, and
-  /// arguments with `smp_slice`, are guarded always. Default: "every_step".
+  /// In which steps a step function runs again, on tensors without data, to compare it with the
+  /// capture: in `every_step`, in the `first_step` only, or in every N-th; or once for each
+  /// microbatch (`every_microbatch`), whose numbers and tensors made from host data may then
+  /// differ, as in SMP 1.x. A step without guard replays the last guarded one: it has none of the
+  /// function's side effects, and sees no change of its numbers (a loss weight), of `train()` or
+  /// `eval()`, and of its results besides tensors. Inputs of other shapes, and arguments with
+  /// `smp_slice`, are guarded always. Default: "every_step".
   Config& guard(Guard value) { return choose("guard", static_cast<size_t>(value)); }
   Config& guard(std::string value) { return set("guard", std::move(value)); }
   Config& guard(int64_t value) { return set("guard", value); }
@@ -279,7 +277,9 @@ class SMP_API Config {
 
   /// Bytes of optimizer state for each byte of a trained parameter, for `memory_limit_mb`: 2 for
   /// Adam, 1 for SGD with momentum, 0 for plain SGD; with `shard_optimizer_state` divided by the
-  /// number of replicas. A number from 0 to 1000. Default: 2.0.
+  /// number of replicas. Unless it is set, the state is that of the program's
+  /// `DistributedOptimizer`s, as far as they are made before the first step, with the masters of
+  /// half precision. A number from 0 to 1000. Default: 2.0.
   Config& optimizer_state_factor(double value) { return set("optimizer_state_factor", value); }
   double optimizer_state_factor() const { return std::get<double>(get("optimizer_state_factor")); }
 
@@ -377,10 +377,9 @@ class SMP_API Config {
   Config& bucket_cap_mb(double value) { return set("bucket_cap_mb", value); }
   double bucket_cap_mb() const { return std::get<double>(get("bucket_cap_mb")); }
 
-  /// Let the C library of a rank keep the memory that a step frees for the next one, instead of
-  /// giving it back to the system and asking for it again, page by page. No effect with another
-  /// allocator, or where the environment tunes it (`MALLOC_...`). And let tensors use all of it
-  /// again, by aligning them otherwise than libtorch does. Default: true.
+  /// Let the C library of a rank keep the memory that a step frees for the next step, and align
+  /// tensors so that they can use all of it again. No effect with another allocator, or where the
+  /// environment tunes it (`MALLOC_...`). Default: true.
   Config& keep_freed_memory(bool value) { return set("keep_freed_memory", value); }
   bool keep_freed_memory() const { return std::get<bool>(get("keep_freed_memory")); }
 
@@ -390,8 +389,8 @@ class SMP_API Config {
   double timeout_seconds() const { return std::get<double>(get("timeout_seconds")); }
 
   /// After how many seconds a blocking wait for another rank is worth a warning, with the actions
-  /// of all ranks of the host and the chain of waits to its cause (see docs/status.md). 0 for none.
-  /// A number from 0 to 1000000000. Default: 60.0.
+  /// of all ranks of the host and the chain of waits to its cause (see docs/recovery.md). 0 for
+  /// none. A number from 0 to 1000000000. Default: 60.0.
   Config& stall_seconds(double value) { return set("stall_seconds", value); }
   double stall_seconds() const { return std::get<double>(get("stall_seconds")); }
 
@@ -403,7 +402,7 @@ class SMP_API Config {
   bool check_collectives() const { return std::get<bool>(get("check_collectives")); }
 
   /// Every how many steps of training one microbatch of one stage runs again, on another rank where
-  /// there is one, and replicas compare their weights (see docs/corruption.md). Other bits are an
+  /// there is one, and replicas compare their weights (see docs/recovery.md). Other bits are an
   /// error on all ranks before gradients are handed out. 0: never. An integer from 0 to
   /// 1000000000000000. Default: 0.
   Config& replay_check(int64_t value) { return set("replay_check", value); }
@@ -433,7 +432,7 @@ class SMP_API Config {
   double preempt_seconds() const { return std::get<double>(get("preempt_seconds")); }
 
   /// A folder into which each rank writes hashes of its operators' results in every step, and of
-  /// the gradients of parameters: `smp_diff` compares two of them (see docs/corruption.md). Takes
+  /// the gradients of parameters: `smp_diff` compares two of them (see docs/recovery.md). Takes
   /// time and room on the disk. Unset by default.
   Config& record_hashes(std::string value) { return set("record_hashes", std::move(value)); }
   std::optional<std::string> record_hashes() const {
@@ -443,7 +442,7 @@ class SMP_API Config {
   /// The values of `activation_checkpointing`.
   enum class ActivationCheckpointing { kModules, kAuto };
   /// The modules that run again in the backward pass instead of being kept for it (see
-  /// docs/activation_memory.md): the `modules` for which the program calls
+  /// docs/memory.md): the `modules` for which the program calls
   /// `smp::set_activation_checkpointing`, or these and those that `auto` adds, so that no rank is
   /// predicted to need more than `memory_limit_mb`. Default: "modules".
   Config& activation_checkpointing(ActivationCheckpointing value) {
@@ -482,7 +481,7 @@ class SMP_API Config {
   }
 
   /// Divide the optimizer's state and its work over the replicas instead of repeating them (see
-  /// docs/sharding.md). Needs `ddp`; no effect with one replica. Default: false.
+  /// docs/memory.md). Needs `ddp`; no effect with one replica. Default: false.
   Config& shard_optimizer_state(bool value) { return set("shard_optimizer_state", value); }
   bool shard_optimizer_state() const { return std::get<bool>(get("shard_optimizer_state")); }
 
@@ -530,15 +529,15 @@ class SMP_API Config {
     return std::get<std::string>(get("tensor_parallelism"));
   }
 
-  /// A marked module with parameters that cannot be divided is an error; otherwise the report says
-  /// so. Default: false.
+  /// A marked weight that cannot be divided is an error (norms and biases may stay whole);
+  /// otherwise the report says so. Default: false.
   Config& strict_tensor_parallelism(bool value) { return set("strict_tensor_parallelism", value); }
   bool strict_tensor_parallelism() const {
     return std::get<bool>(get("strict_tensor_parallelism"));
   }
 
   /// Over how many replicas parameters, gradients and optimizer state are sharded (see
-  /// docs/sharding.md); a divisor of their number. More than 1 needs `partitions` of 1, and neither
+  /// docs/memory.md); a divisor of their number. More than 1 needs `partitions` of 1, and neither
   /// `shard_optimizer_state` nor `gradient_accumulation_fusion`. An integer from 1 to 1000000.
   /// Default: 1.
   Config& sharded_data_parallel_degree(int64_t value) {

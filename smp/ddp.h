@@ -44,18 +44,18 @@ namespace detail {
 /// The part of `DistributedDataParallel` that does not depend on the type of its module.
 class SMP_API DataParallel {
  public:
-  /// While the result lives, passes only add gradients up on this rank; those of the first pass
-  /// after it reduce the whole sum. Forward passes count: those made inside are not reduced.
+  /// While the result lives, passes only add gradients up on this rank; the first pass after it
+  /// reduces the whole sum. A pass is inside if its forward is.
   [[nodiscard]] NoSync no_sync();
 
   /// While the result lives, ranks may run out of data: at the end of the block they go on with
-  /// gradients of zero until all have, then all take the model of those that were last. Each
-  /// forward pass with gradients is followed by one backward pass. Collective. Throws `UsageError`
-  /// inside of another.
+  /// gradients of zero until all ranks have ended, then all take the model of those that were last.
+  /// Each forward pass with gradients is followed by one backward pass. Collective. Throws
+  /// `UsageError` inside another `join`.
   [[nodiscard]] Join join(const JoinOptions& options = {});
 
-  /// Reduces each bucket by `hook` instead of the mean: see comm_hooks.h. On all ranks the same,
-  /// once, before the first backward pass; throws `UsageError` the second time.
+  /// Reduces each bucket by `hook` instead of the mean: see comm_hooks.h. Called on all ranks with
+  /// the same hook, once, before the first backward pass; throws `UsageError` the second time.
   void register_comm_hook(CommHook hook);
 
   /// The names of the parameters in each bucket, in the order in which buckets are reduced.

@@ -81,9 +81,9 @@ class CallableCore : public ModelCore {
 /// Call it like the module, inside step functions. `->` gives `backward`, `parameters`,
 /// `state_dict` and the rest of `ModelCore`.
 ///
-/// Wrap each module once and do not wrap it in anything else. Nothing changes until the first step,
-/// which captures the step function, partitions the graph and divides the parameters; but with the
-/// configuration's `fp16` or `bf16`, floating point parameters and buffers get that type at once.
+/// Wrap each module once and do not wrap it in anything else. The first step captures the step
+/// function, partitions the graph and divides the parameters. Before, only `fp16` or `bf16` of the
+/// configuration changes floating point parameters and buffers, to that type.
 template <class M>
 class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
  public:
@@ -92,12 +92,11 @@ class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
   explicit DistributedModel(M module, const ModelOptions& options = {})
       : core_(std::move(module), options) {}
 
-  /// Calls the module's `forward`; with `fp16` or `bf16` on arguments cast to that type, and casts
-  /// its results to float32. Outside a step function it gives the module's results: where this rank
-  /// has the whole model, also after `model->cpu()`, and, after the first step, where its layers
-  /// are those of `smp::nn`: the ranks of a tensor-parallel group call them together, with the same
-  /// arguments, and draw the same random numbers, of streams of the call's own. Throws `UsageError`
-  /// elsewhere.
+  /// Calls the module's `forward`. With `fp16` or `bf16` it casts the arguments to that type, and
+  /// the results to float32. Outside a step function it throws `UsageError`, unless this rank has
+  /// the whole model (also after `model->cpu()`) or, after the first step, the layers are those of
+  /// `smp::nn`. The ranks of a tensor-parallel group call these together, with the same arguments,
+  /// and draw the same random numbers, from streams of the call's own.
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) const {
     return core_.forward(std::forward<Arguments>(arguments)...);
@@ -112,8 +111,8 @@ class DistributedModel : public detail::ByArrow<DistributedModel<M>> {
   /// Converts to the argument of functions such as `smp::save`.
   operator const ModelCore&() const { return core_; }  // NOLINT(google-explicit-constructor)
 
-  /// The wrapped module's holder. Its parameters that other ranks own hold no data, but for tied
-  /// ones that this rank reads too: they have the owner's value since the last step.
+  /// The wrapped module's holder. Parameters that other ranks own hold no data here; a tied one
+  /// that this rank reads, too, has the owner's value of the last step.
   M& get_module() { return core_.get_module(); }
 
  private:

@@ -46,9 +46,9 @@ class DistributedOptimizer : public Base, public OptimizerCore {
   DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
   DistributedOptimizer& operator=(DistributedOptimizer&&) = delete;
 
-  /// Updates this rank's parameters from their `.grad`; with `shard_optimizer_state` its pieces of
-  /// them, which then go to all replicas, so that it is collective. Throws `UsageError` inside a
-  /// step function.
+  /// Updates this rank's parameters from their `.grad`. With `shard_optimizer_state` it updates
+  /// this rank's pieces and sends them to all replicas, so it is collective. Throws `UsageError`
+  /// inside a step function.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
     return OptimizerCore::step([this](auto inner) { return Base::step(std::move(inner)); },
                                closure);

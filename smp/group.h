@@ -42,8 +42,8 @@ SMP_API int mp_size();
 SMP_API int dp_rank();
 SMP_API int dp_size();
 
-/// The collectives of a group, started: each returns its work at once, and until that has been
-/// waited for the tensors must not be touched. Tensors are dense and contiguous. Reductions go in
+/// The collectives of a group, started: each returns its work at once. The tensors must not be
+/// touched until the work has been waited for. Tensors are dense and contiguous. Reductions go in
 /// the order of the ranks. Autograd does not see them, so a tensor that requires a gradient is a
 /// `UsageError`, unless no gradients are recorded (`torch::NoGradGuard`).
 class SMP_API AsyncCollectives {
@@ -97,8 +97,8 @@ class SMP_API AsyncCollectives {
 /// docs/collectives.md has more.
 class SMP_API Group {
  public:
-  /// This rank's group of a kind, so that a kind may be given wherever a group is asked for. Looked
-  /// up when it is used: that throws `UsageError` before `init`.
+  /// This rank's group of a kind: a kind may be given wherever a `Group` is taken. It is looked up
+  /// when it is used, which throws `UsageError` before `init`.
   Group(CommGroup kind);  // NOLINT(google-explicit-constructor)
   /// For the library itself.
   explicit Group(std::shared_ptr<const comm::GroupCore> core) : core_(std::move(core)) {}

@@ -12,8 +12,9 @@ namespace smp {
 
 /// Sets up this rank: reads the configuration (the environment variable SM_HP_MP_PARAMETERS wins
 /// over a file, a file over the program), joins the other ranks and forms the groups. The first
-/// call of a program; collective. Under mpirun the ranks are the processes; otherwise the process
-/// is a world of one. Throws `ConfigError`, and `UsageError` at a second call.
+/// call of a program; collective. Under mpirun, srun or torchrun the ranks are the processes
+/// (docs/launching.md); otherwise the process is a world of one. Throws `ConfigError`, and
+/// `UsageError` at a second call.
 SMP_API void init(const Config& config = Config());
 
 /// Ends the work that `init` began; collective. Without it, that happens at the end of the program.

@@ -28,8 +28,8 @@ class Model;
 
 class KeyedRandom;
 
-/// A `DistributedModel` whatever its module's type: its work apart from calling the module. Copies
-/// refer to the same model.
+/// The part of a `DistributedModel` that does not depend on the type of its module. Copies refer to
+/// the same model.
 class SMP_API ModelCore {
  public:
   using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
@@ -37,31 +37,32 @@ class SMP_API ModelCore {
   /// The same as the constructor of `DistributedModel`.
   ModelCore(std::shared_ptr<torch::nn::Module> module, const ModelOptions& options);
 
-  /// Differentiates `loss` (a scalar) in the step function under way. Gradients of several calls
-  /// add up, in one pass over all losses, as `torch::autograd::backward` of them would do it.
-  /// Multiplies by the loss scale of the `DistributedOptimizer` that has one. As documented for
-  /// SMP's `model.backward`; there is no `retain_graph`.
+  /// Differentiates `loss` (a scalar) in the step function under way. Several calls are one pass
+  /// over all losses, like one `torch::autograd::backward` of them. `loss` is multiplied by the
+  /// loss scale of a `DistributedOptimizer` that has one. It is SMP's `model.backward`, without
+  /// `retain_graph`.
   ///
-  /// Throws `UsageError` outside a step function, for a tensor that needs a gradient of its own, in
-  /// another mode (autocast) than the call before, and, when the function returns, where two calls
-  /// go over the same operators or one goes back through memory that was written in place since
-  /// another.
+  /// Throws `UsageError` outside a step function, for a tensor that is no scalar and has no
+  /// gradient given, and in another mode (autocast) than the call before. When the function
+  /// returns, it is thrown for two calls over the same operators, and for memory that was written
+  /// in place between two calls that go back through it.
   void backward(const at::Tensor& loss) const;
   /// The same for several tensors, with their gradients unless all are scalars.
   void backward(const std::vector<at::Tensor>& tensors,
                 const std::vector<at::Tensor>& gradients = {}) const;
 
-  /// All parameters, each once: for building an optimizer, before or after partitioning. The
-  /// numbers of those that other ranks of the pipeline own, and of their gradients, are absent:
-  /// writes into them, an optimizer's updates too, are left to their owner, and operations that
-  /// need their numbers throw `UsageError` (docs/recipes.md).
+  /// All parameters, each once: for building an optimizer, before or after partitioning. Parameters
+  /// that other ranks of the pipeline own, and their gradients, have no numbers: writes into them,
+  /// an optimizer's updates too, are left to the owner, and operations that need their numbers
+  /// throw `UsageError` (docs/recipes.md).
   std::vector<at::Tensor> parameters() const;
   std::vector<at::Tensor> buffers() const;
   /// All parameters under every name they are registered with, as the plain module lists them.
   TensorDict named_parameters() const;
   TensorDict named_buffers() const;
 
-  /// Those that this rank owns. Throw `UsageError` before partitioning, which is at the first step.
+  /// The parameters and buffers that this rank owns. Throw `UsageError` before the first step has
+  /// partitioned the model.
   std::vector<at::Tensor> local_parameters() const;
   TensorDict local_named_parameters() const;
   std::vector<at::Tensor> local_buffers() const;
@@ -75,10 +76,10 @@ class SMP_API ModelCore {
   std::vector<at::Tensor> local_virtual_parameters() const;
   TensorDict virtual_named_parameters() const;
 
-  /// The modules that have a parameter or buffer of their own (not of a child) which this rank
-  /// owns, and by their path; the module that is wrapped has the empty one. Operators are divided,
-  /// not modules, so one may be on two ranks, and one without parameters is on none. Throw
-  /// `UsageError` before partitioning.
+  /// The modules with a parameter or buffer of their own (not of a child) that this rank owns, and
+  /// the same by their path, which is empty for the wrapped module. Operators are divided, not
+  /// modules, so one may be on two ranks, and one without parameters is on none. Throw `UsageError`
+  /// before partitioning.
   std::vector<std::shared_ptr<torch::nn::Module>> local_modules() const;
   torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> local_named_modules() const;
 
@@ -87,8 +88,8 @@ class SMP_API ModelCore {
   /// and its tensor-parallel groups, and with sharded data parallelism over the world: all ranks
   /// must call it, or the others wait until the time-out.
   TensorDict state_dict(bool gather_to_rank0 = false) const;
-  /// Copies of the values that this rank owns: of a divided parameter its part, and of one that
-  /// sharded data parallelism divides, its shard, which has one dimension. Not collective.
+  /// Copies of the values that this rank owns: of a divided parameter its part, with sharded data
+  /// parallelism its one-dimensional shard. Not collective.
   TensorDict local_state_dict() const;
   /// Copies values in. Before partitioning, and after, each rank takes the tensors that it holds;
   /// for delayed parameters the tensors are kept until the first step, unchanged. Divided
@@ -112,11 +113,11 @@ class SMP_API ModelCore {
   /// `UsageError` after, as documented for SMP.
   void to(at::Device device) const;
   /// Gathers all parameters and buffers into the module on every rank of the pipeline, so that it
-  /// can be used as a plain module until the next step that trains. Collective over the pipeline,
-  /// as documented for SMP, over its tensor-parallel groups, and with sharded data parallelism over
-  /// the world. Training goes on with the owners' values. Tensors divided among sharded ranks are
-  /// released at the next step; those of tensor-parallel groups also at any call of this class, an
-  /// optimizer or a checkpoint. Until then modules of `smp::nn` do not communicate.
+  /// can be used as a plain module until the next step that trains. Collective over the pipeline
+  /// and its tensor-parallel groups, and with sharded data parallelism over the world. Training
+  /// goes on with the owners' values. Tensors divided among sharded ranks are released at the next
+  /// step; those of tensor-parallel groups also at any call of this class, an optimizer or a
+  /// checkpoint. Until then modules of `smp::nn` do not communicate.
   void cpu() const;
 
   /// Whether each rank of a tensor-parallel group has its own part of a parameter. Known for
@@ -125,13 +126,13 @@ class SMP_API ModelCore {
   /// The modules that have such parameters themselves, by their path.
   torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> distributed_modules() const;
   /// The parameters that all ranks of a tensor-parallel group hold alike, and the distributed ones.
-  /// In SMP gradients of the former are reduced over the data-parallel group, and of the latter
-  /// over that of the replicas. Here the ranks of a tensor-parallel group run the same samples, so
-  /// that all are reduced over the replicas, and all are divided by the same number.
+  /// In SMP gradients of the former are reduced over the data-parallel group. Here gradients of
+  /// both are reduced over the replicas and divided by the same number, since the ranks of a
+  /// tensor-parallel group run the same samples.
   TensorDict default_reducer_named_parameters() const;
   TensorDict scaled_batch_reducer_named_parameters() const;
-  /// Which parameters, of all models, the ranks of a tensor-parallel group divided, along which
-  /// dimension, and of the others why not. Empty before the first step and without tensor
+  /// A report of the parameters of all models: along which dimension the ranks of a tensor-parallel
+  /// group divide each, or why they do not. Empty before the first step and without tensor
   /// parallelism.
   const std::string& tensor_parallelism_report() const;
 
@@ -149,22 +150,22 @@ class SMP_API ModelCore {
   /// Reduces each bucket over the replicas by `hook` instead of the mean: see comm_hooks.h. The
   /// bucket holds the sums over this replica's microbatches, and its `divisor` is the number of
   /// microbatches of all replicas (of replicas, without `average_grads_across_microbatches`), so
-  /// the hook averages over both. On all ranks the same, once, before the first step. Throws
-  /// `UsageError` the second time, after the first step, and where replicas get parts of gradients
-  /// only (`shard_optimizer_state`, `sharded_data_parallel_degree`) or `gradient_shards` is set. As
-  /// documented for SMP, which needs `ddp` and `overlapping_allreduce` for it.
+  /// the hook averages over both. Called on all ranks with the same hook, once, before the first
+  /// step. Throws `UsageError` the second time, after the first step, and where replicas get parts
+  /// of gradients only (`shard_optimizer_state`, `sharded_data_parallel_degree`) or
+  /// `gradient_shards` is set. (SMP needs `ddp` and `overlapping_allreduce` for it.)
   void register_comm_hook(CommHook hook) const;
 
   /// While the result lives, replicas may run out of batches: at the end of the block they take
   /// part in the reductions of the others' steps with zeros, until none has batches, and then take
   /// parameters and buffers of one that was last; their gradients are undefined then, and the
   /// optimizer's state stays as it was. Each replica calls its step functions at least once; the
-  /// ranks of one pipeline, and of a tensor-parallel group, equally often. It is of all models of
+  /// ranks of one pipeline, and of a tensor-parallel group, equally often. It covers all models of
   /// the program. Inside, call nothing else that is collective over the replicas, such as a save.
   ///
-  /// Collective over the replicas. Throws `UsageError` inside of another, in a step function, with
-  /// `shard_optimizer_state`, `sharded_data_parallel_degree`, `fp16`, `bf16` or a loss scale, and
-  /// at the end of the block where a replica has trained nothing. As documented for SMP.
+  /// Collective over the replicas. Throws `UsageError` inside another `join`, in a step function,
+  /// with `shard_optimizer_state`, `sharded_data_parallel_degree`, `fp16`, `bf16` or a loss scale,
+  /// and at the end of the block where a replica has trained nothing. As documented for SMP.
   [[nodiscard]] Join join(const JoinOptions& options = {}) const;
 
   /// The wrapped module.
@@ -177,7 +178,7 @@ class SMP_API ModelCore {
   runtime::Model& impl() const { return *model_; }
 
  private:
-  /// The modules with a parameter or buffer of their own of which that is so.
+  /// The modules with a parameter or buffer of their own for which `holds` is true.
   torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> modules_that(
       const std::function<bool(const at::Tensor&)>& holds) const;
 

@@ -59,7 +59,7 @@ class [[nodiscard]] SMP_API ModelCreation {
 /// \endcode
 /// Its parameters have sizes and types but no memory. The first step captures the step function on
 /// shapes and partitions the model; then each rank makes the parameters that it owns, with the
-/// values that plain construction would have given them, bit for bit. See docs/model_creation.md.
+/// values that plain construction would have given them, bit for bit. See docs/memory.md.
 ///
 /// Scopes nest; the innermost one counts. Belongs to one thread. Needs `smp::init` unless
 /// `delayed` is given. Throws `UsageError` for a `dtype` that is no floating point type, and for

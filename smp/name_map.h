@@ -45,7 +45,7 @@ class SMP_API NameMap {
     size_t index = 0;  ///< where the name is among those of its side
   };
 
-  /// The map in a file of JSON, see docs/huggingface.md. Throws `ConfigError` for a file that
+  /// The map in a file of JSON, see docs/recipes.md. Throws `ConfigError` for a file that
   /// cannot be read or has another form.
   static NameMap from_file(const std::string& path);
 

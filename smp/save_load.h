@@ -36,8 +36,8 @@ SMP_API void load_object(const std::string& path, bool partial,
                          const std::function<void(const std::string&)>& read);
 }  // namespace detail
 
-/// A save that may still be under way; copies are the same one. Nothing needs to be done with it: a
-/// save goes on without, and the next save, `load` and the end of the program wait for it.
+/// A save that may still be under way; copies are the same one. It may be dropped: the save goes on
+/// without it, and the next save, `load` and the end of the program wait for the save.
 class SMP_API SaveHandle {
  public:
   explicit SaveHandle(std::shared_ptr<runtime::BackgroundSave> save) : save_(std::move(save)) {}
@@ -45,7 +45,7 @@ class SMP_API SaveHandle {
   /// True when the checkpoint is complete, or the save has failed.
   bool is_done() const;
   /// Returns when the checkpoint is complete. Throws the `CheckpointError` that the save ended
-  /// with, the same on all ranks; one that no rank asks for comes from the next save.
+  /// with, the same on all ranks. If no rank waits, the next save throws it.
   void wait() const;
 
  private:
@@ -121,44 +121,45 @@ SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
 
 /// Keeps the checkpoint that `save` would write in memory that outlives the processes of the job:
 /// for `"recovery"`, with which a job that fails goes on from there (see docs/recovery.md);
-/// without, it does nothing. Must be called last in an iteration, since the work before it is not
-/// done again: `resumed->step` and `user_content` then say where the next one begins. The first of
-/// `recovery_interval` calls keeps a copy, or of as many as it takes for copies to need 3 % of the
-/// time; it returns as soon as this rank's share has been copied, while another thread completes it
-/// and the copy before remains. Collective over the world; all ranks give the same arguments, but
-/// for `user_content`, which is world rank 0's. Where the memory is full, a `CheckpointError` on
-/// all ranks, of this call or of the next, after which training can go on.
+/// without, it does nothing. Must be called last in an iteration, since a job that goes on does not
+/// repeat the work before it: `resumed->step` and `user_content` then say where the next iteration
+/// begins. The first of `recovery_interval` calls keeps a copy; without that parameter, as many
+/// calls do that copies take 3 % of the time. It returns as soon as this rank's share has been
+/// copied; another thread completes the copy, and until then the one before remains. Collective
+/// over the world; all ranks give the same arguments, but for `user_content`, which is world rank
+/// 0's. Where the memory is full, a `CheckpointError` on all ranks, of this call or of the next,
+/// after which training can go on.
 SMP_API void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
                        const std::string& user_content = "{}");
 SMP_API void keep_copy(const CheckpointParts& parts, const std::string& user_content = "{}");
 
 /// For jobs that are started again after a failure, by `"recovery"` or `smprun --restarts`: loads,
-/// as `load` does, the newest of the copy in memory and the checkpoints with an optimizer that the
-/// job completed before. One that cannot be loaded is left out with a warning, and the one before
-/// it is taken; when none can be loaded, the error is that of the oldest. Returns nothing, and does
-/// nothing, when the job is started for the first time or has saved none. Collective over the
-/// world. Programs with several models save all of them in one checkpoint, as `CheckpointParts`.
+/// as `load` does, the newest of the copy in memory and the job's complete checkpoints with an
+/// optimizer. If it cannot be loaded, the next older one is taken, with a warning; if none can, the
+/// error is that of the oldest. Returns nothing, and does nothing, when the job is started for the
+/// first time or has saved none. Collective over the world. Programs with several models save all
+/// of them in one checkpoint, as `CheckpointParts`.
 SMP_API std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
                                                       const OptimizerCore& optimizer,
                                                       const LoadOptions& options = {});
 SMP_API std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
                                                       const LoadOptions& options = {});
 
-/// Has checkpoints hold the result of `save`, text of JSON, under a name of its own, and calls
-/// `load` with it when one is loaded: for positions in data and the like (for learning-rate
-/// schedulers there is `register_scheduler`). `save` is called on world rank 0 and `load` on all
-/// ranks, if the checkpoint has the name. Throws `UsageError` for a name that is taken.
+/// Adds the result of `save`, text of JSON, to checkpoints under `name`, and calls `load` with it
+/// when one is loaded: for positions in data and the like (`register_scheduler` is for
+/// learning-rate schedulers). `save` is called on world rank 0 and `load` on all ranks, if the
+/// checkpoint has the name. Throws `UsageError` for a name that is taken.
 SMP_API RemovableHandle register_checkpoint_state(const std::string& name,
                                                   std::function<std::string()> save,
                                                   std::function<void(const std::string&)> load);
 
-/// Has checkpoints of `model` hold tensors of the program, one for each of its parameters or for
-/// some, divided among the ranks as the parameters are: averages by a rule of your own, masks,
-/// momenta. `save` is called on the ranks that write, and gives those of the parameters that its
-/// rank owns, by the names of `model->local_named_parameters()` and of these sizes, in any type,
-/// the same on all replicas; before the first step each rank owns all. `load` is called on all
-/// ranks with those of the parameters that the rank owns, on the CPU, when a checkpoint is loaded,
-/// or when the first step has divided the parameters, if that is later. Neither is collective.
+/// Adds tensors of the program to checkpoints of `model`, one for each parameter or for some,
+/// divided among the ranks as the parameters are: averages by a rule of your own, masks, momenta.
+/// `save` is called on the ranks that write. It returns tensors of this rank's parameters, with the
+/// names and sizes of `model->local_named_parameters()`, in any type, and the same on all replicas;
+/// before the first step each rank owns all parameters. `load` is called on all ranks with the
+/// tensors of the rank's parameters, on the CPU: when a checkpoint is loaded, or at the first step,
+/// if that is later. Neither is collective.
 ///
 /// Register them on all ranks, under a name that the model has once, before a checkpoint is loaded.
 /// A checkpoint without them is a `CheckpointError`, or leaves the program's as they are with

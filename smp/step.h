@@ -67,15 +67,14 @@ class Step {
   /// `SMP_FIELDS`, in any nesting. Undefined ones stay undefined, and an argument given by
   /// `smp::whole` is not cut. Numbers, strings and other values without tensors are passed as they
   /// are; a class that may have some and does not say where does not compile. All microbatches have
-  /// as many samples: a batch that `microbatches()` does not divide is cut into the most of them,
-  /// up to that number, that do. Collective: all ranks call it, ranks of one pipeline with the same
-  /// inputs.
+  /// as many samples: a batch that `microbatches()` does not divide is cut into the next smaller
+  /// number that does. Collective: all ranks call it, ranks of one pipeline with the same inputs.
   ///
   /// The function itself runs once per step on this rank, on tensors without data, to see which
-  /// operators it calls (once per microbatch if an argument has `smp_slice`; less often if the
-  /// configuration's `guard` says so); see docs/capture.md. An argument with `T smp_slice(int64_t
-  /// microbatches, int64_t microbatch, int64_t axis) const` cuts itself; tensors inside it are
-  /// constants of the microbatch.
+  /// operators it calls; see docs/capture.md. (It runs once per microbatch if an argument has
+  /// `smp_slice`, less often if the configuration's `guard` says so.) An argument with `T
+  /// smp_slice(int64_t microbatches, int64_t microbatch, int64_t axis) const` cuts itself; tensors
+  /// inside it are constants of the microbatch.
   ///
   /// Returns the function's result with a `StepOutput` in place of every tensor and a list by
   /// microbatch in place of anything else; a struct with `SMP_FIELDS` becomes a tuple of its
@@ -95,10 +94,10 @@ class Step {
   /// How many microbatches a call runs: fewer where the batch is not divisible by them.
   int64_t microbatches() const { return core_->microbatches(); }
 
-  /// The work of this rank in the last call, as text: the schedule; of each of its stages the
-  /// parameters, inputs and constants that it reads, the values that it gets from other stages and
-  /// gives to them, and where gradients go; and its actions in their order (docs/schedules.md).
-  /// Empty before the first call.
+  /// The work of this rank in the last call, as text: the schedule; for each of its stages the
+  /// parameters, inputs and constants that it reads, the values that it exchanges with other
+  /// stages, and where gradients go; and its actions in their order (docs/schedules.md). Empty
+  /// before the first call.
   std::string program() const { return core_->program(); }
 
  private:
@@ -252,8 +251,8 @@ class Step {
 };
 
 /// Makes a step function: `function` describes one training (or evaluation) step on one microbatch
-/// and calls the models in it; if it trains it calls `model->backward(loss)` and returns the values
-/// that the caller wants to see. As documented for SMP's `@smp.step`.
+/// and calls the models in it. It calls `model->backward(loss)` if it trains, and returns the
+/// values for the caller. The counterpart of SMP's `@smp.step`.
 ///
 /// Example:
 /// \code

@@ -21,8 +21,8 @@ struct StepOptions {
   /// makes. No two have the same name at a time. By default "step 0", "step 1" ... in the order in
   /// which those without a name are made.
   TORCH_ARG(std::string, name) = "";
-  /// How many microbatches this step function cuts its inputs into, or, where they do not divide
-  /// the batch, the most that do; 0: the configuration's `microbatches`.
+  /// Number of microbatches of this step function; 0: the configuration's `microbatches`. A batch
+  /// that it does not divide is cut into the next smaller number that does.
   TORCH_ARG(int64_t, microbatches) = 0;
   /// Positions of arguments whose tensors every microbatch gets whole, as those that are passed by
   /// `smp::whole`. C++ has no names for arguments, so they are counted from 0.

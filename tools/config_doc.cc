@@ -60,36 +60,8 @@ A parameter whose feature does not exist in this version is refused, never ignor
 )";
 
 constexpr const char* kEnding =
-    R"(## Environment variables
-
-| variable | meaning |
-|---|---|
-| `SM_HP_MP_PARAMETERS` | parameters as a JSON object, see above |
-| `SMP_LOG_LEVEL` | least important lines written to stderr: `debug`, `info` (default), `warning` or `error` |
-| `SMP_FAILURE_DIR` | folder in which a failing rank leaves its message; `smprun` sets it |
-| `SMP_BACKTRACE` | `1`: errors of libtorch with their backtraces, crashes with MPI's stacks |
-| `SMP_JOB_ID` | what tells jobs without MPI apart, the same on all ranks of one |
-
-## Starting ranks: `smprun`
-
-```
-tools/smprun --config smp.json [--np N] [--dry-run] [--tag-output] PROGRAM ARGS...
-```
-
-checks the configuration, then starts the ranks with `mpirun` and hands them the parameters. The
-number of ranks is `--np`, else `mpi.processes_per_host`, else `partitions` times
-`tensor_parallel_degree` times `sharded_data_parallel_degree`. `custom_mpi_options` is split at
-blanks, with quotes as in a shell; nothing in it is evaluated. `--dry-run` prints the command.
-Without `--config` the parameters are those of `SM_HP_MP_PARAMETERS` if that is set, else the program's
-own (`--np` is required then); both at once is an error. The file may be a pipe (`--config
-<(command)`, `--config /dev/stdin`), which `smprun` reads once, up to its end, for at most a minute
-and 64 MiB; paths in it are relative to the working directory. The exit status is that of `mpirun`,
-or 128 + a signal that was sent on to it. When the job fails, the last line says what failed first
-(as far as ranks of this host could leave a message):
-
-```
-smprun: first cause: rank 2: [smp rank 2] ...
-```
+    R"(`smprun`, which starts ranks with a configuration, and environment variables:
+[Launching](launching.md).
 )";
 
 std::string type_text(const Parameter& parameter) {

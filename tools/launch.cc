@@ -278,7 +278,7 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (context.restart) export_variable(core::kRestartVariable, context.restart->to_text());
   if (model_parallel) export_variable(kParametersVariable, distribution->parameters_json);
   if (data_parallel) {
-    const std::string first = hosts.empty() ? "localhost" : hosts.front().name;
+    const std::string first = hosts.empty() ? "127.0.0.1" : hosts.front().name;
     export_variable("MASTER_ADDR", context.master_address.value_or(first));
     export_variable("MASTER_PORT", context.master_port.value_or(kMasterPort));
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// smp_diff: compares the results of two runs, operator by operator. docs/corruption.md
+// smp_diff: compares the results of two runs, operator by operator. docs/recovery.md
 
 #include <CLI/CLI.hpp>
 #include <exception>
@@ -15,7 +15,7 @@ int main(int argc, char** argv) {
   constexpr int kFoundStatus = 1, kErrorStatus = 2;
   std::string first, second;
   CLI::App app{
-      "Compares what two runs computed, as \"record_hashes\" recorded it; docs/corruption.md.\n"
+      "Compares what two runs computed, as \"record_hashes\" recorded it; docs/recovery.md.\n"
       "Exit status: 0; 1 if something differs; 2 for errors.",
       "smp_diff"};
   smp::tools::add_version(app);

@@ -24,7 +24,7 @@ def _use_variables_of_mpirun():
         torchrun_name = name.replace("SIZE", "WORLD_SIZE")
         os.environ[torchrun_name] = os.environ["OMPI_COMM_WORLD_" + name]
     if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:  # all on one host
-        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
 
 
