@@ -5,6 +5,7 @@
 
 #include <random>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
@@ -20,6 +21,7 @@
 #include "runtime/model.h"
 #include "runtime/save/kept_copy.h"
 #include "runtime/step/replica_join.h"
+#include "runtime/update/optimizer_states.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -130,6 +132,7 @@ Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<
   make_groups(timeout);
   update_watch = std::make_shared<UpdateWatch>(*this);
   replica_join = std::make_shared<ReplicaJoin>(*this);
+  optimizer_states_ = std::make_shared<OptimizerStates>();
   nn::set_tensor_group([] { return get().tensor_group(); });
   nn::set_default_optimize([] { return get().config().optimize(); });
 }
@@ -159,6 +162,12 @@ void Runtime::make_groups(std::chrono::milliseconds timeout) {
     if (topology_.tp_rank(other) == topology_.tp_rank(rank())) members.push_back(other);
   }
   same_parts_ = make("same parts", members);
+}
+
+comm::Axis Runtime::axis(CommGroup group, std::optional<int> size) const {
+  const std::vector<int> members = topology_.members(group, 0);
+  const int stride = members.size() > 1 ? members[1] - members[0] : 1;
+  return {stride, size.value_or(static_cast<int>(members.size()))};
 }
 
 comm::CommunicatorPtr Runtime::tensor_group() const {
@@ -196,9 +205,9 @@ void Runtime::set_for_process(std::shared_ptr<Runtime> runtime) {
   process_runtime() = std::move(runtime);
 }
 
-void Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
+std::shared_ptr<Runtime> Runtime::set_for_thread(std::shared_ptr<Runtime> runtime) {
   core::set_thread_status(runtime ? runtime->status() : nullptr);
-  thread_runtime() = std::move(runtime);
+  return std::exchange(thread_runtime(), std::move(runtime));
 }
 
 at::Device Runtime::device() const {
@@ -245,7 +254,7 @@ void Runtime::add_model(const std::shared_ptr<Model>& model) {
     SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
                    "\" is divided among ", split.ranks, " ranks, and \"tensor_parallel_degree\" is ",
                    topology_.tp_size(), ". Construct modules of smp::nn after smp::init");
-    table_.divide(name, split, /*captured_whole=*/false);
+    table_.divide(name, split, axis(CommGroup::kTp), /*captured_whole=*/false);
   }
 }
 

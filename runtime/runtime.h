@@ -33,6 +33,7 @@ class CheckpointContext;
 class CopyHolders;
 class LentWholes;
 class Model;
+class OptimizerStates;
 class ReplicaJoin;
 class UpdateWatch;
 
@@ -52,7 +53,8 @@ class Runtime {
   /// Sets the runtime of the process, or of this thread, and its status; null ends it, but for the
   /// status of the process, which goes on until the ranks have parted.
   static void set_for_process(std::shared_ptr<Runtime> runtime);
-  static void set_for_thread(std::shared_ptr<Runtime> runtime);
+  /// Returns the one that this thread had.
+  static std::shared_ptr<Runtime> set_for_thread(std::shared_ptr<Runtime> runtime);
 
   const Config& config() const { return config_; }
   const core::Topology& topology() const { return topology_; }
@@ -64,6 +66,8 @@ class Runtime {
   comm::CommunicatorPtr world() const { return world_; }
   /// The communicator of this rank's group; made at `init`.
   comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
+  /// The ranks along pp, tp or rdp; the first `size` of them.
+  comm::Axis axis(CommGroup group, std::optional<int> size = std::nullopt) const;
   /// The ranks that hold the same parameters as this one, and run other samples.
   comm::CommunicatorPtr replicas() const { return group(CommGroup::kRdp); }
   /// The ranks that have this one's parts of divided parameters before partitioning: those of its
@@ -87,6 +91,8 @@ class Runtime {
 
   /// Adds a model; throws `UsageError` when its tensors' names clash with another model's.
   void add_model(const std::shared_ptr<Model>& model);
+  /// The state of the program's optimizers, for predictions.
+  OptimizerStates& optimizer_states() const { return *optimizer_states_; }
   /// The models that still exist, in the order they were wrapped.
   std::vector<std::shared_ptr<Model>> models() const;
   /// Parameters and buffers of all models.
@@ -164,17 +170,20 @@ class Runtime {
   std::optional<at::Device> device_;
   std::shared_ptr<graph::TensorStore> activation_store_;
   std::shared_ptr<comm::ChannelPool> pipeline_channels_;
+  std::shared_ptr<OptimizerStates> optimizer_states_;  // never null
 };
 
-/// Sets the runtime of this thread until the end of the block.
+/// Sets the runtime of this thread until the end of the block, which gives it back the one before.
 class ThreadRuntime {
  public:
-  explicit ThreadRuntime(std::shared_ptr<Runtime> runtime) {
-    Runtime::set_for_thread(std::move(runtime));
-  }
-  ~ThreadRuntime() { Runtime::set_for_thread(nullptr); }
+  explicit ThreadRuntime(std::shared_ptr<Runtime> runtime)
+      : before_(Runtime::set_for_thread(std::move(runtime))) {}
+  ~ThreadRuntime() { Runtime::set_for_thread(before_); }
   ThreadRuntime(const ThreadRuntime&) = delete;
   ThreadRuntime& operator=(const ThreadRuntime&) = delete;
+
+ private:
+  const std::shared_ptr<Runtime> before_;
 };
 
 }  // namespace smp::runtime

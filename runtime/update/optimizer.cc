@@ -17,7 +17,7 @@
 #include "runtime/save/average.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/complete_gradients.h"
-#include "runtime/update/state_pieces.h"
+#include "runtime/update/divided_states.h"
 #include "runtime/update/update_watch.h"
 #include "smp/optim/uses_grad_norm.h"
 #include "smp/optim/uses_tensor_norms.h"
@@ -58,7 +58,7 @@ class WholeNorms {
 }  // namespace
 
 Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
-                     const optim::detail::Elementwise& elementwise)
+                     StateTensors state_tensors, const optim::detail::Elementwise& elementwise)
     : optimizer_(optimizer),
       set_state_([&optimizer, state_factory](const auto& state, const auto& names) {
         optim::set_state(optimizer, state, names, optim::Names::kCommon, state_factory(optimizer));
@@ -67,7 +67,8 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
       pieces_(optimizer, *runtime_, set_state_),
       loss_scaling_(runtime_, pieces_),
       type_(*elementwise.type),
-      state_factory_(state_factory) {
+      state_factory_(state_factory),
+      state_tensors_(state_tensors) {
   if (shards_optimizer_state(*runtime_))
     optim::check_elementwise(elementwise, "shard_optimizer_state", "false");
   if (runtime_->is_tensor_parallel())
@@ -101,6 +102,15 @@ at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClos
   at::Tensor loss = pieces_.step(update_all, closure);
   runtime_->update_watch->after_update();
   return loss;
+}
+
+void Optimizer::for_each_state(
+    const std::function<void(const at::Tensor& parameter, int64_t tensors)>& visit) const {
+  for (const auto& group : optimizer_.param_groups()) {
+    const auto tensors = state_tensors_(optimizer_, group);
+    if (!tensors) continue;
+    for (const at::Tensor& parameter : group.params()) visit(parameter, *tensors);
+  }
 }
 
 bool Optimizer::has_gradient() const {

@@ -34,11 +34,15 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   /// Gives the factory of the state of an optimizer's parameters; throws `UsageError` where that is
   /// not known.
   using StateFactory = optim::detail::ParamStateFactory (*)(const torch::optim::Optimizer&);
+  /// Gives the number of tensors of a parameter's size that are its state, by its group; none where
+  /// that is not known.
+  using StateTensors = std::optional<int64_t> (*)(const torch::optim::Optimizer&,
+                                                  const torch::optim::OptimizerParamGroup&);
 
   /// `optimizer` must outlive this. Throws `UsageError` for one that cannot update parts of
   /// parameters, where the configuration divides them, and for LBFGS where ranks have some each.
   Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
-            const optim::detail::Elementwise& elementwise);
+            StateTensors state_tensors, const optim::detail::Elementwise& elementwise);
 
   /// `update` is the optimizer's own step, which a step that overflowed skips, and whose place
   /// `optim::foreach_step` takes where it can. Throws `UsageError` inside a step function.
@@ -67,6 +71,11 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
 
   /// The names of its parameters, on any rank.
   std::set<std::string> parameters() const;
+
+  /// Calls `visit` with its parameters and how many tensors of their size are their state, as far
+  /// as that is known.
+  void for_each_state(
+      const std::function<void(const at::Tensor& parameter, int64_t tensors)>& visit) const;
 
   /// The gradients that this rank's part of the next update would read; see `OptimizerPieces`.
   std::vector<at::Tensor> gradients() { return pieces_.gradients(); }
@@ -105,6 +114,7 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   LossScaling loss_scaling_;
   const std::type_info& type_;  // type of the optimizer whose step it does
   StateFactory state_factory_;
+  StateTensors state_tensors_;
   std::optional<Waiting> waiting_;
   // The watch's counts at the last step, and whether gradients were dropped since.
   int64_t trainings_ = 0, evaluations_ = 0;
