@@ -115,9 +115,12 @@ OptimizerState Optimizer::state_dict() {
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
   join_states(*runtime_, CommGroup::kTp, mine);
-  const auto whole = divides() ? CommGroup::kWorld : CommGroup::kMp;
-  if (runtime_->partitioned()) return merge(*runtime_->group(whole), mine);
-  if (!runtime_->table().any_divided()) return optim::copy_of(std::move(mine));
+  const bool in_parts = runtime_->table().any_divided();
+  if (runtime_->partitioned()) {
+    const auto whole = divides() ? CommGroup::kWorld : in_parts ? CommGroup::kMp : CommGroup::kPp;
+    return merge(*runtime_->group(whole), mine);
+  }
+  if (!in_parts) return optim::copy_of(std::move(mine));
   return merge(*runtime_->group(CommGroup::kTp), mine);
 }
 
