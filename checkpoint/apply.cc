@@ -190,8 +190,9 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
   SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", core::printable(path),
                  "\" does not fit the model:", core::indented(lines),
                  "\nBuild the model as it was when the checkpoint was written",
-                 tolerance.strict ? ", or load with strict = false to skip missing and unexpected tensors."
-                        : ".");
+                 tolerance.strict
+                     ? ", or load with strict = false to skip missing and unexpected tensors."
+                     : ".");
 }
 
 std::string average_field(const std::string& name) { return kAverage + name; }

@@ -87,9 +87,10 @@ void remove_from_catalog(const fs::path& checkpoint) {
 std::string folder_name(const std::string& tag, bool partial) {
   const bool usable = !tag.empty() && tag.find('/') == std::string::npos && tag != "." &&
                       tag != ".." && tag != kNewest && !is_partial(tag) && !is_transient(tag);
-  SMP_CHECK_WITH(UsageError, usable, "\"", core::printable(tag),
-                 "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
-                 " and without the endings _partial, .tmp, .replaced, .lock and .removed.");
+  SMP_CHECK_WITH(
+      UsageError, usable, "\"", core::printable(tag),
+      "\" cannot be the tag of a checkpoint: expected the name of a folder, not \"newest\""
+      " and without the endings _partial, .tmp, .replaced, .lock and .removed.");
   return partial ? tag + kPartial : tag;
 }
 
@@ -109,13 +110,13 @@ std::string read_newest(const std::string& folder) {
   const std::string path = folder + "/" + kNewest;
   std::error_code ignored;
   SMP_CHECK_WITH(CheckpointError, fs::exists(path, ignored), "\"", core::printable(folder),
-                 "\" has no record of its newest checkpoint: expected a file \"", core::printable(path),
-                 "\", got none. Name the checkpoint to load.");
+                 "\" has no record of its newest checkpoint: expected a file \"",
+                 core::printable(path), "\", got none. Name the checkpoint to load.");
   std::string name = read_file(path);
   name.erase(name.find_last_not_of(" \r\n") + 1);
-  SMP_CHECK_WITH(CheckpointError, !name.empty() && name.find('/') == std::string::npos, "\"", core::printable(path),
-                 "\" is damaged: expected the name of a folder, got \"", core::printable(name),
-                 "\". Name the checkpoint to load.");
+  SMP_CHECK_WITH(CheckpointError, !name.empty() && name.find('/') == std::string::npos, "\"",
+                 core::printable(path), "\" is damaged: expected the name of a folder, got \"",
+                 core::printable(name), "\". Name the checkpoint to load.");
   return name;
 }
 
@@ -123,10 +124,12 @@ std::string find_checkpoint(const std::string& folder, const std::optional<std::
                             bool partial) {
   if (tag) return folder_name(*tag, partial);
   std::string name = read_newest(folder);
-  SMP_CHECK_WITH(CheckpointError, is_partial(name) == partial, "the newest checkpoint in \"", core::printable(folder),
-                 "\" is \"", core::printable(name), "\": expected a ", partial ? "partial" : "full", " one, got a ",
-                 partial ? "full" : "partial", " one. Give the tag of the checkpoint to load, or set "
-                 "partial to ", partial ? "false." : "true.");
+  SMP_CHECK_WITH(CheckpointError, is_partial(name) == partial, "the newest checkpoint in \"",
+                 core::printable(folder), "\" is \"", core::printable(name), "\": expected a ",
+                 partial ? "partial" : "full", " one, got a ", partial ? "full" : "partial",
+                 " one. Give the tag of the checkpoint to load, or set "
+                 "partial to ",
+                 partial ? "false." : "true.");
   return name;
 }
 

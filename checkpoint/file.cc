@@ -165,8 +165,9 @@ void FileReader::read(uint64_t offset, void* data, size_t size) const {
       continue;
     }
     check_system(got >= 0, "read", path_);
-    SMP_CHECK_WITH(CheckpointError, got > 0, "\"", core::printable(path_), "\" is truncated: expected ", size,
-                   " bytes at offset ", offset, ", got ", done, ". Use another checkpoint.");
+    SMP_CHECK_WITH(CheckpointError, got > 0, "\"", core::printable(path_),
+                   "\" is truncated: expected ", size, " bytes at offset ", offset, ", got ", done,
+                   ". Use another checkpoint.");
     done += static_cast<size_t>(got);
   }
 }

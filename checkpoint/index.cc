@@ -258,9 +258,9 @@ void check_version(const Node& root, const std::string& path) {
   const Node format = root.at("format");
   format.expect(format.value() == kFormat, c10::str("\"", kFormat, "\""));
   const int64_t version = root.at("format_version").integer();
-  SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"", core::printable(path),
-                 "\": expected format_version ", kFormatVersion, ", got ", version,
-                 ". Read it with the version of smp that wrote it.");
+  SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"",
+                 core::printable(path), "\": expected format_version ", kFormatVersion, ", got ",
+                 version, ". Read it with the version of smp that wrote it.");
 }
 
 void check_checksum(const std::string& text, const std::string& path) {
@@ -269,7 +269,8 @@ void check_checksum(const std::string& text, const std::string& path) {
   SMP_CHECK_WITH(CheckpointError, stamped == text, "\"", core::printable(path),
                  "\" is damaged or was edited: expected checksum ",
                  stamped.empty() ? "of 16 digits" : stamped.substr(position, kChecksumDigits),
-                 ", got ", stamped.empty() ? "none" : core::printable(text.substr(position, kChecksumDigits)),
+                 ", got ",
+                 stamped.empty() ? "none" : core::printable(text.substr(position, kChecksumDigits)),
                  ". Use another checkpoint.");
 }
 
@@ -304,7 +305,8 @@ void merge_groups(json& into, const json& from) {
     ours.erase("params");
     theirs.erase("params");
     SMP_CHECK_WITH(CheckpointError, ours == theirs,
-                   "cannot merge the parts of a checkpoint: param group ", i, " differs between ranks: ", core::printable(ours.dump()), " and ",
+                   "cannot merge the parts of a checkpoint: param group ", i,
+                   " differs between ranks: ", core::printable(ours.dump()), " and ",
                    core::printable(theirs.dump()), ". Set the same options on every rank.");
     for (const json& name : from[i].at("params")) {
       into[i]["params"].push_back(name);
@@ -324,8 +326,8 @@ void merge_optimizer(json& into, const json& from) {
     } else {
       SMP_CHECK_WITH(CheckpointError, into[key] == value,
                      "cannot merge the parts of a checkpoint: optimizer \"", core::printable(key),
-                     "\" differs between ranks: ", core::printable(into[key].dump()), " and ", core::printable(value.dump()),
-                     ". Give the same on every rank.");
+                     "\" differs between ranks: ", core::printable(into[key].dump()), " and ",
+                     core::printable(value.dump()), ". Give the same on every rank.");
     }
   }
 }
@@ -376,9 +378,11 @@ std::string Index::to_text(uint64_t most) const {
   optimizer_section["tensors"] = to_json(optimizer_tensors);
   try {
     std::string text = with_checksum(pretty(root));
-    SMP_CHECK_WITH(CheckpointError, text.size() <= most, "cannot write the index of a checkpoint: "
-                   "expected at most ", most, " bytes of names, options and user_content, got ",
-                   text.size(), ". Keep large values in tensors.");
+    SMP_CHECK_WITH(CheckpointError, text.size() <= most,
+                   "cannot write the index of a checkpoint: "
+                   "expected at most ",
+                   most, " bytes of names, options and user_content, got ", text.size(),
+                   ". Keep large values in tensors.");
     return text;
   } catch (const json::exception& error) {
     core::fail<CheckpointError>("cannot write the index of a checkpoint: expected UTF-8 text in ",

@@ -139,10 +139,10 @@ NameMap& NameMap::add(const std::vector<std::string>& theirs, const std::vector<
                       Transform transform) {
   const auto sides =
       core::printable(c10::str("[", c10::Join(", ", theirs), "] -> [", c10::Join(", ", ours), "]"));
-  SMP_CHECK_WITH(UsageError, !(theirs.empty() && ours.empty()) && std::min(theirs.size(), ours.size()) <= 1,
-                 "a name map has the rule ", sides,
-                 ": expected one name on one side at least, got ", theirs.size(), " and ", ours.size(),
-                 ". Make several rules of it");
+  SMP_CHECK_WITH(
+      UsageError, !(theirs.empty() && ours.empty()) && std::min(theirs.size(), ours.size()) <= 1,
+      "a name map has the rule ", sides, ": expected one name on one side at least, got ",
+      theirs.size(), " and ", ours.size(), ". Make several rules of it");
   Rule rule{{}, {}, transform};
   std::set<std::set<std::string>> placeholders;
   for (const auto& [names, patterns] : {std::pair{&theirs, &rule.theirs}, {&ours, &rule.ours}}) {
@@ -168,8 +168,8 @@ NameMap::Pattern NameMap::parse(const std::string& text) {
                         pattern.placeholders.end();
     SMP_CHECK_WITH(UsageError, close != std::string::npos && !name.empty() && is_new,
                    "a name map has the name \"", core::printable(text),
-                   "\": expected placeholders as {layer} or {rest*}, each once, got \"{", core::printable(name),
-                   "\". Correct the name");
+                   "\": expected placeholders as {layer} or {rest*}, each once, got \"{",
+                   core::printable(name), "\". Correct the name");
     pattern.literals.push_back(text.substr(begin, open - begin));
     pattern.placeholders.push_back(name);
     begin = close + 1;

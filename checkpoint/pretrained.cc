@@ -92,8 +92,9 @@ PretrainedFiles::PretrainedFiles(const std::string& path) : path_(path) {
     open_all(path + "/" + kIndex);
   } else {
     SMP_CHECK_WITH(CheckpointError, fs::exists(path + "/" + kFile, ignored),
-                   "cannot load pretrained files from \"", core::printable(path), "\": expected a file, or a folder with ",
-                   kFile, " or ", kIndex, ", got neither. Check the path.");
+                   "cannot load pretrained files from \"", core::printable(path),
+                   "\": expected a file, or a folder with ", kFile, " or ", kIndex,
+                   ", got neither. Check the path.");
     open_one(path + "/" + kFile);
   }
 }
@@ -112,8 +113,8 @@ void PretrainedFiles::open_all(const std::string& index) {
     if (!reader) reader = std::make_shared<SafetensorsReader>(path_ + "/" + file);
     const auto entry = reader->entries().find(name);
     SMP_CHECK_WITH(CheckpointError, entry != reader->entries().end(), "\"",
-                   core::printable(path_ + "/" + file), "\" lacks tensor \"", core::printable(name), "\", which it holds by ", kIndex,
-                   ". Fetch the files again.");
+                   core::printable(path_ + "/" + file), "\" lacks tensor \"", core::printable(name),
+                   "\", which it holds by ", kIndex, ". Fetch the files again.");
     tensors_[name] = entry->second.spec;
     file_of_[name] = reader.get();
   }
@@ -141,10 +142,11 @@ PretrainedPlan::PretrainedPlan(std::shared_ptr<const PretrainedFiles> files,
     for (const std::string& name : report_.missing)
       problems.emplace(name, "missing from the files");
   }
-  SMP_CHECK_WITH(CheckpointError, problems.empty(), "pretrained files \"", core::printable(files_->path()),
-                 "\" do not fit the model:", listed(problems),
-                 "\nMap stored names to the model's with a NameMap, leave out what is not needed with "
-                 "its ignore(), or load with strict(false).");
+  SMP_CHECK_WITH(
+      CheckpointError, problems.empty(), "pretrained files \"", core::printable(files_->path()),
+      "\" do not fit the model:", listed(problems),
+      "\nMap stored names to the model's with a NameMap, leave out what is not needed with "
+      "its ignore(), or load with strict(false).");
 }
 
 void PretrainedPlan::match(const std::vector<ExpectedTensor>& expected,

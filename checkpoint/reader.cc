@@ -127,8 +127,8 @@ void Reader::open_files() {
 at::Tensor Reader::read_model(const std::string& name) {
   const TensorEntry* entry = index_.find_model(name);
   SMP_CHECK_WITH(CheckpointError, entry != nullptr, "checkpoint \"", core::printable(folder_),
-                 "\" has no model tensor \"", core::printable(name), "\". Check the name against its ", kIndexFile,
-                 ".");
+                 "\" has no model tensor \"", core::printable(name),
+                 "\". Check the name against its ", kIndexFile, ".");
   const auto alias = index_.aliases.find(name);
   return read(alias == index_.aliases.end() ? name : alias->second, *entry);
 }
@@ -136,8 +136,8 @@ at::Tensor Reader::read_model(const std::string& name) {
 at::Tensor Reader::read_optimizer(const std::string& name) {
   const auto found = index_.optimizer_tensors.find(name);
   SMP_CHECK_WITH(CheckpointError, found != index_.optimizer_tensors.end(), "checkpoint \"",
-                 core::printable(folder_), "\" has no optimizer tensor \"", core::printable(name), "\". Check the name against its ",
-                 kIndexFile, ".");
+                 core::printable(folder_), "\" has no optimizer tensor \"", core::printable(name),
+                 "\". Check the name against its ", kIndexFile, ".");
   return read(name, found->second);
 }
 
@@ -152,13 +152,15 @@ void Reader::check_header(const std::string& file, const SafetensorsReader& shar
       const auto found = shard.entries().find(name);
       const bool is_there = found != shard.entries().end();
       SMP_CHECK_WITH(CheckpointError, is_there && found->second.spec == entry.spec, "\"",
-                     core::printable(folder_ + "/" + file), "\" is not the file that was written: expected tensor \"", core::printable(name),
-                     "\" of ", to_string(entry.spec), " as in ", kIndexFile, ", got ",
-                     is_there ? to_string(found->second.spec) : "none",
+                     core::printable(folder_ + "/" + file),
+                     "\" is not the file that was written: expected tensor \"",
+                     core::printable(name), "\" of ", to_string(entry.spec), " as in ", kIndexFile,
+                     ", got ", is_there ? to_string(found->second.spec) : "none",
                      ". Use another checkpoint.");
     }
   }
-  SMP_CHECK_WITH(CheckpointError, expected == shard.entries().size(), "\"", core::printable(folder_ + "/" + file),
+  SMP_CHECK_WITH(CheckpointError, expected == shard.entries().size(), "\"",
+                 core::printable(folder_ + "/" + file),
                  "\" is not the file that was written: expected ", expected, " tensors as in ",
                  kIndexFile, ", got ", shard.entries().size(), ". Use another checkpoint.");
 }
@@ -176,9 +178,10 @@ SafetensorsReader& Reader::shard(const std::string& file) {
 at::Tensor Reader::read(const std::string& name, const TensorEntry& entry) {
   at::Tensor tensor = shard(entry.file).read(name);
   const uint64_t hash = hash_of(tensor);
-  SMP_CHECK_WITH(CheckpointError, hash == entry.hash, "checkpoint \"", core::printable(folder_), "\": tensor \"",
-                 core::printable(name), "\" of ", core::printable(entry.file), " is damaged: expected xxh64 ", hash_text(entry.hash),
-                 ", got ", hash_text(hash), ". Use another checkpoint.");
+  SMP_CHECK_WITH(CheckpointError, hash == entry.hash, "checkpoint \"", core::printable(folder_),
+                 "\": tensor \"", core::printable(name), "\" of ", core::printable(entry.file),
+                 " is damaged: expected xxh64 ", hash_text(entry.hash), ", got ", hash_text(hash),
+                 ". Use another checkpoint.");
   return tensor;
 }
 

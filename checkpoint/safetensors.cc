@@ -67,7 +67,8 @@ void check_tensors(const std::string& path, const std::vector<NamedSpec>& tensor
   std::set<std::string> names;
   for (const auto& [name, spec] : tensors) {
     SMP_CHECK_WITH(CheckpointError, name != kMetadataKey && names.insert(name).second,
-                   "cannot write \"", core::printable(path), "\": tensor name \"", core::printable(name),
+                   "cannot write \"", core::printable(path), "\": tensor name \"",
+                   core::printable(name),
                    "\" is used twice or reserved. Give every tensor its own name.");
     SMP_CHECK_WITH(CheckpointError, name.size() <= kLongestName, "cannot write \"",
                    core::printable(path), "\": expected tensor names of at most ", kLongestName,
@@ -103,10 +104,10 @@ std::string make_header(const std::string& path, const std::vector<NamedSpec>& t
   try {
     std::string text = header.dump();
     text.resize((text.size() + 7) / 8 * 8, ' ');  // the tensor bytes start 8-byte aligned
-    SMP_CHECK_WITH(CheckpointError, text.size() <= kMaxHeaderBytes, "cannot write \"", core::printable(path),
-                   "\": names and shapes of ", tensors.size(), " tensors take ", text.size(),
-                   " bytes, and a safetensors header at most ", kMaxHeaderBytes,
-                   ". Use shorter names, or write fewer tensors to a file.");
+    SMP_CHECK_WITH(CheckpointError, text.size() <= kMaxHeaderBytes, "cannot write \"",
+                   core::printable(path), "\": names and shapes of ", tensors.size(),
+                   " tensors take ", text.size(), " bytes, and a safetensors header at most ",
+                   kMaxHeaderBytes, ". Use shorter names, or write fewer tensors to a file.");
     return text;
   } catch (const nlohmann::json::exception& error) {
     core::fail<CheckpointError>("cannot write \"", core::printable(path),
@@ -130,7 +131,8 @@ SafetensorsReader::Entry parse_entry(const nlohmann::json& value) {
   SMP_CHECK_WITH(CheckpointError,
                  offsets.is_array() && offsets.size() == 2 && offsets[0].is_number_unsigned() &&
                      offsets[1].is_number_unsigned(),
-                 "data_offsets: expected [begin, end], got ", core::printable(offsets.dump(), 100), ".");
+                 "data_offsets: expected [begin, end], got ", core::printable(offsets.dump(), 100),
+                 ".");
   const uint64_t begin = offsets[0].get<uint64_t>();
   const uint64_t end = offsets[1].get<uint64_t>();
   const uint64_t expected = byte_size(entry.spec);
@@ -173,8 +175,9 @@ at::ScalarType dtype_from_name(const std::string& name) {
 uint64_t byte_size(const TensorSpec& spec) {
   // Bounded by int64, as sizes of at::Tensor are.
   constexpr uint64_t kMax = std::numeric_limits<int64_t>::max();
-  SMP_CHECK_WITH(CheckpointError, spec.shape.size() <= kMostDimensions, "expected a shape of at most ",
-                 kMostDimensions, " dimensions, got ", spec.shape.size(), ".");
+  SMP_CHECK_WITH(CheckpointError, spec.shape.size() <= kMostDimensions,
+                 "expected a shape of at most ", kMostDimensions, " dimensions, got ",
+                 spec.shape.size(), ".");
   bool empty = false;
   uint64_t bytes = c10::elementSize(spec.dtype);
   for (const int64_t size : spec.shape) {
@@ -264,9 +267,9 @@ SafetensorsReader::SafetensorsReader(std::shared_ptr<const FileReader> file)
 }
 
 uint64_t SafetensorsReader::read_header_size() const {
-  SMP_CHECK_WITH(CheckpointError, file_->size() >= kLengthBytes, "\"", core::printable(file_->path()),
-                 "\" is not a safetensors file: expected at least ", kLengthBytes, " bytes, got ",
-                 file_->size(), ". Use another checkpoint.");
+  SMP_CHECK_WITH(CheckpointError, file_->size() >= kLengthBytes, "\"",
+                 core::printable(file_->path()), "\" is not a safetensors file: expected at least ",
+                 kLengthBytes, " bytes, got ", file_->size(), ". Use another checkpoint.");
   uint64_t header_size = 0;
   file_->read(0, &header_size, kLengthBytes);
   const uint64_t limit = std::min(file_->size() - kLengthBytes, kMaxHeaderBytes);
@@ -323,9 +326,9 @@ void SafetensorsReader::check_layout() const {
                    ". Use another checkpoint.");
     const uint64_t bytes = entries_.at(name).bytes;
     SMP_CHECK_WITH(CheckpointError, bytes <= file_->size() - std::min(end, file_->size()), "\"",
-                   core::printable(file_->path()), "\" is truncated: tensor \"", core::printable(name), "\" ends at byte ",
-                   end + bytes, ", got a file of ", file_->size(),
-                   " bytes. Use another checkpoint.");
+                   core::printable(file_->path()), "\" is truncated: tensor \"",
+                   core::printable(name), "\" ends at byte ", end + bytes, ", got a file of ",
+                   file_->size(), " bytes. Use another checkpoint.");
     end += bytes;
   }
   SMP_CHECK_WITH(CheckpointError, end == file_->size(), "\"", core::printable(file_->path()),
@@ -336,7 +339,8 @@ void SafetensorsReader::check_layout() const {
 const SafetensorsReader::Entry& SafetensorsReader::at(const std::string& name) const {
   const auto found = entries_.find(name);
   SMP_CHECK_WITH(CheckpointError, found != entries_.end(), "\"", core::printable(file_->path()),
-                 "\" holds no tensor \"", core::printable(name), "\". Check the name against its header.");
+                 "\" holds no tensor \"", core::printable(name),
+                 "\". Check the name against its header.");
   return found->second;
 }
 

@@ -54,8 +54,9 @@ bool is_pickled(at::ScalarType dtype) {
 
 void check_dtypes(const std::string& path, const std::vector<NamedSpec>& tensors) {
   for (const auto& [name, spec] : tensors) {
-    SMP_CHECK_WITH(CheckpointError, is_pickled(spec.dtype), "cannot write \"", core::printable(path),
-                   "\": tensor \"", core::printable(name), "\" is of dtype ", dtype_name(spec.dtype),
+    SMP_CHECK_WITH(CheckpointError, is_pickled(spec.dtype), "cannot write \"",
+                   core::printable(path), "\": tensor \"", core::printable(name), "\" is of dtype ",
+                   dtype_name(spec.dtype),
                    ", which state dictionaries cannot hold. Write a .safetensors file.");
   }
 }
@@ -81,19 +82,20 @@ using Tensors = std::map<std::string, at::Tensor>;
 /// Adds tensors of a pickled dictionary, under names that begin with `prefix`.
 void add_tensors(const std::string& path, const std::string& prefix, const c10::IValue& value,
                  Tensors& tensors) {
-  SMP_CHECK_WITH(CheckpointError, value.isTensor() || value.isGenericDict(), "\"", core::printable(path),
-                 "\" is no state dictionary: expected tensors by name, got ", value.tagKind(),
-                 prefix.empty() ? "" : " as \"" + core::printable(prefix) + "\"",
+  SMP_CHECK_WITH(CheckpointError, value.isTensor() || value.isGenericDict(), "\"",
+                 core::printable(path), "\" is no state dictionary: expected tensors by name, got ",
+                 value.tagKind(), prefix.empty() ? "" : " as \"" + core::printable(prefix) + "\"",
                  ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
   if (value.isTensor()) {
     tensors[prefix] = value.toTensor().detach();
     return;
   }
   for (const auto& item : value.toGenericDict()) {
-    SMP_CHECK_WITH(CheckpointError, item.key().isString(), "\"", core::printable(path),
-                   "\" is no state dictionary: expected tensors by name, got a key that is a ",
-                   item.key().tagKind(),
-                   ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
+    SMP_CHECK_WITH(
+        CheckpointError, item.key().isString(), "\"", core::printable(path),
+        "\" is no state dictionary: expected tensors by name, got a key that is a ",
+        item.key().tagKind(),
+        ". Save the state dictionary alone: torch.save(dict(model.state_dict()), path).");
     const std::string& name = item.key().toStringRef();
     add_tensors(path, prefix.empty() ? name : prefix + "." + name, item.value(), tensors);
   }
@@ -140,10 +142,11 @@ std::vector<NamedTensor> read_state_file(const std::string& path) {
   std::vector<NamedTensor> result;
   std::map<std::string, size_t> known;
   for (const auto& [name, tensor] : tensors) {
-    SMP_CHECK_WITH(CheckpointError, tensor.layout() == at::kStrided && !tensor.is_quantized(), "\"",
-                   core::printable(path), "\": tensor \"", core::printable(name),
-                   "\" is undefined or not dense. Convert it with to_dense() or dequantize() before "
-                   "it is saved.");
+    SMP_CHECK_WITH(
+        CheckpointError, tensor.layout() == at::kStrided && !tensor.is_quantized(), "\"",
+        core::printable(path), "\": tensor \"", core::printable(name),
+        "\" is undefined or not dense. Convert it with to_dense() or dequantize() before "
+        "it is saved.");
     const auto [found, is_new] = known.emplace(identity_of(tensor), result.size());
     if (is_new || tensor.numel() == 0) {
       result.push_back({name, tensor, {}});

@@ -86,8 +86,8 @@ std::string foreign_content(const std::string& folder, bool unfinished) {
 /// Saving removes `folder`, so whatever else has its name must stay.
 void check_removable(const std::string& path, const std::string& folder, bool unfinished) {
   const std::string got = foreign_content(folder, unfinished);
-  SMP_CHECK_WITH(CheckpointError, got.empty(), cannot_save(path), ": expected at \"", core::printable(folder),
-                 "\" a new name or an existing checkpoint, got ", got,
+  SMP_CHECK_WITH(CheckpointError, got.empty(), cannot_save(path), ": expected at \"",
+                 core::printable(folder), "\" a new name or an existing checkpoint, got ", got,
                  ". Choose another path, or remove it first.");
 }
 
@@ -115,7 +115,8 @@ std::map<std::string, std::string> aliases_of(const std::string& path,
   for (const NamedTensor& tensor : tensors) {
     for (const std::string& alias : tensor.aliases) {
       SMP_CHECK_WITH(CheckpointError, names.insert(alias).second, "cannot save checkpoint \"",
-                     core::printable(path), "\": \"", core::printable(alias), "\", listed as another name of \"", core::printable(tensor.name),
+                     core::printable(path), "\": \"", core::printable(alias),
+                     "\", listed as another name of \"", core::printable(tensor.name),
                      "\", names another tensor too. Give every tensor its own names.");
       aliases[alias] = tensor.name;
     }
@@ -216,8 +217,8 @@ void Writer::begin() const {
 
 std::string Writer::write_shard(int64_t shard_id, int64_t shard_count, const Shard& shard) const {
   SMP_CHECK_WITH(CheckpointError, 0 <= shard_id && shard_id < shard_count,
-                 "cannot save checkpoint \"", core::printable(path_), "\": expected a shard id from 0 to ",
-                 shard_count - 1, ", got ", shard_id, ".");
+                 "cannot save checkpoint \"", core::printable(path_),
+                 "\": expected a shard id from 0 to ", shard_count - 1, ", got ", shard_id, ".");
   Index part;
   part.aliases = aliases_of(path_, shard.model);
   TensorList model;

@@ -74,8 +74,7 @@ void fill_splits(const Caller& caller, const char* argument, const at::Tensor& t
                    std::accumulate(splits.begin(), splits.end(), int64_t{0}) == tensor.numel();
   SMP_CHECK_WITH(UsageError, fit, caller.verb(), " on group '", caller.group, "': the ",
                  tensor.numel(), " elements of the ", argument, " do not divide into [",
-                 c10::Join(", ", splits), "], one number for each of the ", caller.size,
-                 " ranks.");
+                 c10::Join(", ", splits), "], one number for each of the ", caller.size, " ranks.");
 }
 
 }  // namespace
@@ -177,13 +176,14 @@ void check_tensor(const std::string& group, const char* verb, const char* argume
                  argument, " to be on the CPU, got ", tensor.device(),
                  ". Copy it to the CPU first.");
   SMP_CHECK_WITH(UsageError, tensor.layout() == c10::kStrided, verb, " on group '", group,
-                 "': expected ", argument, " to be dense, got a tensor of layout ",
-                 tensor.layout(), ". Pass to_dense() of it.");
+                 "': expected ", argument, " to be dense, got a tensor of layout ", tensor.layout(),
+                 ". Pass to_dense() of it.");
   SMP_CHECK_WITH(UsageError, tensor.is_contiguous(), verb, " on group '", group, "': expected ",
                  argument, " to be contiguous, got sizes ", tensor.sizes(), " with strides ",
                  tensor.strides(), ". Pass contiguous() of it.");
   SMP_CHECK_WITH(UsageError, !tensor.is_conj() && !tensor.is_neg(), verb, " on group '", group,
-                 "': expected ", argument, " to hold its values, got a conjugate or negative view "
+                 "': expected ", argument,
+                 " to hold its values, got a conjugate or negative view "
                  "of others. Pass resolve_conj().resolve_neg() of it.");
 }
 

@@ -68,8 +68,9 @@ void check_reduction(const char* call, const at::Tensor& tensor, ReduceOp op) {
 void check_rows(const char* call, const at::Tensor& tensor, int size) {
   check_is_defined(call, tensor);
   SMP_CHECK_WITH(UsageError, tensor.dim() > 0 && tensor.size(0) == size, call,
-                 ": expected a tensor with ", size, " rows, one for each rank of the group, got shape ",
-                 tensor.sizes(), ". Give it the shape [", size, ", ...], by unflatten for example");
+                 ": expected a tensor with ", size,
+                 " rows, one for each rank of the group, got shape ", tensor.sizes(),
+                 ". Give it the shape [", size, ", ...], by unflatten for example");
 }
 
 }  // namespace

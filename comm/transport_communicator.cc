@@ -176,9 +176,9 @@ void TransportCommunicator::check_members(const std::vector<int>& members) {
   }
   for (int one = 0; one < size(); ++one) {
     for (const int other : ranks_of(lists[one])) {
-      SMP_CHECK_WITH(UsageError, lists[other] == lists[one], "split of group '", name(),
-                     "': rank ", one, " passes the ranks ", join(ranks_of(lists[one])),
-                     " but rank ", other, ", one of them, passes ", join(ranks_of(lists[other])),
+      SMP_CHECK_WITH(UsageError, lists[other] == lists[one], "split of group '", name(), "': rank ",
+                     one, " passes the ranks ", join(ranks_of(lists[one])), " but rank ", other,
+                     ", one of them, passes ", join(ranks_of(lists[other])),
                      ". All members must pass the same list.");
     }
   }
@@ -205,9 +205,10 @@ void TransportCommunicator::check_channel(const char* argument, const ChannelSpe
                  "open_channels on group '", name(), "': expected a tag in 0 to ", kMaxChannelTag,
                  ", got ", spec.tag, ".");
   SMP_CHECK_WITH(UsageError, spec.bytes >= 0 && spec.held >= 0 && spec.ahead >= 1,
-                 "open_channels on group '", name(), "': expected messages of 0 bytes or more, 0 or "
-                 "more held and 1 or more ahead, got ", spec.bytes, " bytes, ", spec.held,
-                 " held and ", spec.ahead, " ahead.");
+                 "open_channels on group '", name(),
+                 "': expected messages of 0 bytes or more, 0 or "
+                 "more held and 1 or more ahead, got ",
+                 spec.bytes, " bytes, ", spec.held, " held and ", spec.ahead, " ahead.");
 }
 
 ReceiveWorkPtr TransportCommunicator::start(OperationInfo info, std::vector<Round> rounds,

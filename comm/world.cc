@@ -23,11 +23,12 @@ constexpr std::chrono::seconds kStart{300};
 /// batch script, too, which is one process.)
 void check_alone() {
   const auto tasks = core::env("SLURM_STEP_NUM_TASKS");
-  SMP_CHECK_WITH(UsageError, !tasks || *tasks == "1", "srun started ", *tasks,
-                 " tasks (SLURM_STEP_NUM_TASKS), of which this is one, and gave them neither "
-                 "PMIX_RANK nor PMI_RANK, by which they would find each other. Start them with srun "
-                 "--mpi=pmix, or by smprun or mpirun within the job; for programs of one rank each, "
-                 "unset SLURM_STEP_NUM_TASKS");
+  SMP_CHECK_WITH(
+      UsageError, !tasks || *tasks == "1", "srun started ", *tasks,
+      " tasks (SLURM_STEP_NUM_TASKS), of which this is one, and gave them neither "
+      "PMIX_RANK nor PMI_RANK, by which they would find each other. Start them with srun "
+      "--mpi=pmix, or by smprun or mpirun within the job; for programs of one rank each, "
+      "unset SLURM_STEP_NUM_TASKS");
 }
 
 /// Half of torchrun's variables: a process of several, which would train alone.

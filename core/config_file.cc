@@ -79,9 +79,10 @@ Node strategy_node(const json& root, const std::string& source) {
                  "supported strategies:",
                  kSupported);
   const std::string name = strategies.empty() ? "" : strategies.begin().key();
-  SMP_CHECK_WITH(ConfigError, name == "modelparallel" || name == "dataparallel",
-                 top.where("smdistributed"), "Invalid smdistributed strategy provided: ",
-                 name.empty() ? "none" : printable(name, 100), " \nSupported strategies: ", kSupported);
+  SMP_CHECK_WITH(
+      ConfigError, name == "modelparallel" || name == "dataparallel", top.where("smdistributed"),
+      "Invalid smdistributed strategy provided: ", name.empty() ? "none" : printable(name, 100),
+      " \nSupported strategies: ", kSupported);
   const Node node{strategies.begin().value(), source, "smdistributed." + name};
   SMP_CHECK_WITH(ConfigError, node.object.is_object(), top.where(node.path),
                  "expected an object, got ", shown(node.object), ".");
@@ -105,9 +106,11 @@ void read_mpi(const json& root, const std::string& source, Distribution& result)
   check_enabled(node, "Ranks are started by MPI: set it to true.");
   if (node.object.contains("processes_per_host")) {
     const json& count = node.object["processes_per_host"];
-    SMP_CHECK_WITH(ConfigError, count.is_number_integer() && count > 0 && count <= std::numeric_limits<int>::max(),
-                   node.where("processes_per_host"), "expected an integer >= 1, got ", shown(count),
-                   ". Set it to the number of ranks.");
+    SMP_CHECK_WITH(
+        ConfigError,
+        count.is_number_integer() && count > 0 && count <= std::numeric_limits<int>::max(),
+        node.where("processes_per_host"), "expected an integer >= 1, got ", shown(count),
+        ". Set it to the number of ranks.");
     result.processes_per_host = count.get<int64_t>();
   }
   read_custom_mpi_options(node, result);

@@ -193,7 +193,8 @@ json parse_json(const std::string& text, const std::string& source_name) {
   }
   SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
-  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"", printable(duplicates.first(), 100),
+  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"",
+                 printable(duplicates.first(), 100),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;
 }

@@ -21,12 +21,12 @@ std::string text_of(uint64_t version) {
 }  // namespace
 
 void check_libtorch(uint64_t compiled, uint64_t loaded) {
-  SMP_CHECK_WITH(ConfigError, compiled >> kMinorBits == loaded >> kMinorBits,
-                 "smp was compiled with libtorch ", text_of(compiled), ", and libtorch ",
-                 text_of(loaded),
-                 " is loaded. Build smp with that one, or let the program find the other first (ldd "
-                 "shows which libtorch_cpu.so it loads; LD_LIBRARY_PATH goes before what was "
-                 "linked).");
+  SMP_CHECK_WITH(
+      ConfigError, compiled >> kMinorBits == loaded >> kMinorBits,
+      "smp was compiled with libtorch ", text_of(compiled), ", and libtorch ", text_of(loaded),
+      " is loaded. Build smp with that one, or let the program find the other first (ldd "
+      "shows which libtorch_cpu.so it loads; LD_LIBRARY_PATH goes before what was "
+      "linked).");
 }
 
 void check_libtorch() { check_libtorch(TORCH_ABI_VERSION, aoti_torch_abi_version()); }

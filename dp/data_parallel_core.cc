@@ -85,7 +85,8 @@ void DataParallelCore::check_module() const {
   for (const at::Tensor& parameter : parameters) {
     SMP_CHECK_WITH(UsageError, parameter.device() == parameters.front().device(),
                    "DistributedDataParallel: expected all parameters of a replica on one device, "
-                   "got ", parameters.front().device(), " and ", parameter.device(),
+                   "got ",
+                   parameters.front().device(), " and ", parameter.device(),
                    ". Move the module before it is wrapped");
   }
   SMP_CHECK_WITH(UsageError, options_.bucket_cap_mb() > 0 && options_.first_bucket_cap_mb() > 0,

@@ -65,12 +65,12 @@ Joinable::Round Joinable::exchange(bool active, const Round& own) const {
     round.broadcasts = round.broadcasts || heard[rank][2] != 0;
     round.kind = heard[rank][3];
   }
-  SMP_CHECK_WITH(UsageError,
-                 !options_.throw_on_early_termination() || round.active == group.size() ||
-                     round.active == 0,
-                 name_, "::join: ", group.size() - round.active, " of ", group.size(),
-                 " replicas have no batches left, and throw_on_early_termination ends training on "
-                 "all of them");
+  SMP_CHECK_WITH(
+      UsageError,
+      !options_.throw_on_early_termination() || round.active == group.size() || round.active == 0,
+      name_, "::join: ", group.size() - round.active, " of ", group.size(),
+      " replicas have no batches left, and throw_on_early_termination ends training on "
+      "all of them");
   return round;
 }
 

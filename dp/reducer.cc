@@ -242,8 +242,8 @@ bool Reducer::is_last_gradient(size_t index) {
     learned_order_.push_back(index);
     return false;
   }
-  SMP_CHECK_WITH(UsageError, !queue_->ready()[index],
-                 "DistributedDataParallel: parameter \"", names_[index],
+  SMP_CHECK_WITH(UsageError, !queue_->ready()[index], "DistributedDataParallel: parameter \"",
+                 names_[index],
                  "\" got a gradient twice in one reduction, or although no output of forward "
                  "depends on it. Add up the losses and call backward once; make what the loss "
                  "depends on an output of forward; where a re-entrant backward goes over it "

@@ -53,8 +53,9 @@ void check_same_on_all_ranks(comm::Communicator& group, const Lines& lines) {
   const size_t end = std::min(first.size(), other.size());
   size_t at = 0;
   while (at < end && first[at] == other[at]) ++at;
-  SMP_CHECK_WITH(UsageError, false, "DistributedDataParallel: ",
-                 differ.size() == 1 ? "rank " : "ranks ", c10::Join(", ", differ),
+  SMP_CHECK_WITH(UsageError, false,
+                 "DistributedDataParallel: ", differ.size() == 1 ? "rank " : "ranks ",
+                 c10::Join(", ", differ),
                  " wrapped another model or gave other options than rank 0. First difference: ",
                  say(first, at), " on rank 0, ", say(other, at), " on rank ", differ.front(),
                  ". Build the same model with the same options on all ranks");

@@ -24,11 +24,10 @@ void check_microbatches(int microbatches, int shards) {
 
 /// How many of the shards a replica sums.
 int local_shards(const StepGradientOptions& options, int replicas) {
-  SMP_CHECK_WITH(ConfigError,
-                 options.gradient_shards > 0 && options.gradient_shards % replicas == 0,
-                 "config key \"gradient_shards\": expected a multiple of the number of replicas (",
-                 replicas, "), got ", options.gradient_shards,
-                 ". Leave it at 0 to use the number of replicas");
+  SMP_CHECK_WITH(
+      ConfigError, options.gradient_shards > 0 && options.gradient_shards % replicas == 0,
+      "config key \"gradient_shards\": expected a multiple of the number of replicas (", replicas,
+      "), got ", options.gradient_shards, ". Leave it at 0 to use the number of replicas");
   const int shards = options.gradient_shards / replicas;
   check_microbatches(options.microbatches, shards);
   return shards;

@@ -120,9 +120,9 @@ c10::IValue LoadedProgram::arguments_of(const std::vector<c10::IValue>& argument
   for (const std::string& name : names) {
     signature += (signature.empty() ? "" : ", ") + core::printable(name.empty() ? "?" : name, 60);
   }
-  SMP_CHECK_WITH(UsageError, arguments.size() <= names.size(), "exported program \"",
-                 program_.file, "\" takes ", names.size(), " arguments (", signature, "), got ",
-                 arguments.size(), ". Pass those that it was exported with");
+  SMP_CHECK_WITH(UsageError, arguments.size() <= names.size(), "exported program \"", program_.file,
+                 "\" takes ", names.size(), " arguments (", signature, "), got ", arguments.size(),
+                 ". Pass those that it was exported with");
   Named bound;
   std::vector<c10::IValue> values(positions);
   std::vector<bool> is_given(positions, false);
@@ -147,7 +147,8 @@ c10::IValue LoadedProgram::arguments_of(const std::vector<c10::IValue>& argument
       std::all_of(is_given.begin(), is_given.end(), [](bool given) { return given; }) &&
       bound.size() == by_name.children.size();
   SMP_CHECK_WITH(UsageError, complete, "exported program \"", program_.file, "\" takes (",
-                 signature, "), and not all of these were passed. Pass each, also those that have "
+                 signature,
+                 "), and not all of these were passed. Pass each, also those that have "
                  "defaults in Python");
   c10::impl::GenericDict dictionary(c10::StringType::get(), c10::AnyType::get());
   for (const auto& [name, value] : bound) dictionary.insert_or_assign(name, value);
@@ -220,8 +221,9 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
     const auto expected = size.expected.evaluate(symbols);
     SMP_CHECK_WITH(UsageError, expected && *expected == size.got, "exported program \"",
                    program_.file, "\": argument ", size.leaf.place,
-                   size.leaf.value.isInt() ? c10::str(" is ", size.got)
-                                           : c10::str(" has size ", size.got, " on axis ", size.axis),
+                   size.leaf.value.isInt()
+                       ? c10::str(" is ", size.got)
+                       : c10::str(" has size ", size.got, " on axis ", size.axis),
                    ", expected ", size.expected.to_string(),
                    expected && !size.expected.terms.empty()
                        ? ", which is " + std::to_string(*expected) + " here"
@@ -233,10 +235,9 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
     const auto range = program_.ranges.find(symbol);
     if (range == program_.ranges.end()) continue;
     const bool fits = value >= range->second.least && value <= range->second.most;
-    SMP_CHECK_WITH(UsageError, fits, "exported program \"", program_.file,
-                   "\": its dynamic size ", symbol, " is ", value,
-                   " for these arguments, and it was exported for ", shown(range->second),
-                   ". Pass a batch in that range, or export with another");
+    SMP_CHECK_WITH(UsageError, fits, "exported program \"", program_.file, "\": its dynamic size ",
+                   symbol, " is ", value, " for these arguments, and it was exported for ",
+                   shown(range->second), ". Pass a batch in that range, or export with another");
   }
 }
 

@@ -22,12 +22,15 @@ void check_versions(const JsonPlace& json) {
   const int64_t major = json.at("schema_version").at("major").integer();
   SMP_CHECK_WITH(CheckpointError, major == kSchemaMajor, "exported program \"", json.file(),
                  "\" has schema version ", major, ", and this version of smp reads version ",
-                 kSchemaMajor, ", which torch 2.9 and later write. Export the model again by one "
+                 kSchemaMajor,
+                 ", which torch 2.9 and later write. Export the model again by one "
                  "of them");
   const int64_t opset = json.at("opset_version").at("aten").integer();
   SMP_CHECK_WITH(CheckpointError, opset == kOpset, "exported program \"", json.file(),
-                 "\" uses version ", opset, " of the operators, and this version of smp knows "
-                 "version ", kOpset, ". Export the model again by the torch that you link");
+                 "\" uses version ", opset,
+                 " of the operators, and this version of smp knows "
+                 "version ",
+                 kOpset, ". Export the model again by the torch that you link");
 }
 
 LinearSize read_size(const JsonPlace& place) {

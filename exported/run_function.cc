@@ -62,7 +62,8 @@ void put_results(Frame& frame, const Node& node, std::vector<c10::IValue> result
     }
   }
   SMP_CHECK_WITH(CheckpointError, fits, "exported program \"", frame.environment.file,
-                 "\": ", described(node), " returned another number of values than the program "
+                 "\": ", described(node),
+                 " returned another number of values than the program "
                  "has. Export it again by the torch that you link");
 }
 

@@ -48,10 +48,11 @@ std::vector<StoredAs> weights_of(const ExportRequest& request, ExportReport& rep
   std::set<std::string> names;
   for (const auto& [name, is_parameter, tensor] : request.tensors) {
     const std::string written = python_path(name);
-    SMP_CHECK_WITH(UsageError, names.insert(written).second, "cannot export \"", request.file,
-                   "\": two parameters or buffers would be \"", core::printable(written, 100),
-                   "\" in Python, where a name that is a word of its language gets a \"_\". Register "
-                   "one under another name");
+    SMP_CHECK_WITH(
+        UsageError, names.insert(written).second, "cannot export \"", request.file,
+        "\": two parameters or buffers would be \"", core::printable(written, 100),
+        "\" in Python, where a name that is a word of its language gets a \"_\". Register "
+        "one under another name");
     if (written != name) report.renamed[name] = written;
     weights.push_back({written, is_parameter, tensor});
   }

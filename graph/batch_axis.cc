@@ -112,9 +112,9 @@ class Finder {
       const TensorMeta& meta = one_.values[input].meta;
       const TensorMeta& of_many = many_.values[input].meta;
       result_.axis[input] = axis_between(meta, of_many, factor_);
-      SMP_INTERNAL_ASSERT(result_.axis[input] != kNoAxis || meta.sizes == of_many.sizes,
-                          "input ", one_.values[input].name, " of ", meta.to_string(),
-                          " is not cut from ", of_many.to_string());
+      SMP_INTERNAL_ASSERT(result_.axis[input] != kNoAxis || meta.sizes == of_many.sizes, "input ",
+                          one_.values[input].name, " of ", meta.to_string(), " is not cut from ",
+                          of_many.to_string());
     }
     for (size_t i = 0; i < one_.operators.size(); ++i) {
       const BatchedCall call(one_, many_, result_.axis, i, factor_);

@@ -99,8 +99,10 @@ void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& r
     const std::string why_not = why_not_repeatable(graph, differentiated, region);
     SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
                    region.front(), " to ", region.back(), ", in module \"",
-                   graph.operators[region.front()].scope, "\", cannot run again in the backward "
-                   "pass: ", why_not, ". Leave the module out");
+                   graph.operators[region.front()].scope,
+                   "\", cannot run again in the backward "
+                   "pass: ",
+                   why_not, ". Leave the module out");
   }
 }
 

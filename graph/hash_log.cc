@@ -206,9 +206,9 @@ void HashLogReader::scan(int rank) {
   const auto title = file.after(c10::str(kTitle, rank, " of "));
   if (!title) file.reject(c10::str("\"", kTitle, rank, " of ...\""));
   const int ranks = file.number<int>(*title);
-  SMP_CHECK(rank == 0 || ranks == ranks_, "\"", folder_, "\" has files of several runs: rank_0 is one of ",
-            ranks_, " ranks, rank_", rank, " one of ", ranks,
-            ". Give \"record_hashes\" an empty folder for each run");
+  SMP_CHECK(rank == 0 || ranks == ranks_, "\"", folder_,
+            "\" has files of several runs: rank_0 is one of ", ranks_, " ranks, rank_", rank,
+            " one of ", ranks, ". Give \"record_hashes\" an empty folder for each run");
   ranks_ = ranks;
   std::optional<std::pair<HashedStep, Place>> begun;
   while (file.next()) {

@@ -137,12 +137,13 @@ class CastCacheScope {
     Cache& cache = of_process();
     std::unique_lock lock(cache.mutex);
     const auto is_free = [&] { return !cache.alone && (!alone_ || cache.shared == 0); };
-    SMP_CHECK_WITH(UsageError, use != Use::kAloneOrThrow || is_free(),
-                   "a step function calls a leaf module under autocast, and its parameters are "
-                   "divided (\"sharded_data_parallel_degree\" above 1): ranks that are threads of "
-                   "one process would wait for each other there. Expected one rank in each process, "
-                   "got several. Start the ranks with smprun or mpirun, or leave the leaf out of the "
-                   "autocast scope");
+    SMP_CHECK_WITH(
+        UsageError, use != Use::kAloneOrThrow || is_free(),
+        "a step function calls a leaf module under autocast, and its parameters are "
+        "divided (\"sharded_data_parallel_degree\" above 1): ranks that are threads of "
+        "one process would wait for each other there. Expected one rank in each process, "
+        "got several. Start the ranks with smprun or mpirun, or leave the leaf out of the "
+        "autocast scope");
     cache.changed.wait(lock, is_free);
     if (alone_) {
       cache.alone = true;
@@ -407,8 +408,8 @@ void Segment::pop_results(const Instruction& instruction, Environment& environme
     }
   }
   SMP_INTERNAL_ASSERT(next == instruction.results.size(), "operator ",
-                      instruction.handle.schema().name(), " returned ", next,
-                      " tensors where ", instruction.results.size(), " were recorded");
+                      instruction.handle.schema().name(), " returned ", next, " tensors where ",
+                      instruction.results.size(), " were recorded");
   stack_.clear();
 }
 

@@ -47,9 +47,9 @@ int repeat(int64_t bytes, const Transfer& transfer) {
 
 ScratchFile::ScratchFile(const std::string& directory)
     : directory_(directory), descriptor_(open_without_name(directory)) {
-  SMP_CHECK_WITH(ConfigError, descriptor_ >= 0,
-                 "offload_activations: cannot make a file in ", directory, ": ",
-                 std::strerror(errno), ". Set \"offload_directory\" to a directory on a local disk");
+  SMP_CHECK_WITH(ConfigError, descriptor_ >= 0, "offload_activations: cannot make a file in ",
+                 directory, ": ", std::strerror(errno),
+                 ". Set \"offload_directory\" to a directory on a local disk");
 }
 
 ScratchFile::~ScratchFile() { close(descriptor_); }

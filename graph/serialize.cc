@@ -51,9 +51,11 @@ std::string fingerprint_text(const Graph& graph) {
 // Writing.
 
 void check_name(const std::string& name) {
-  SMP_CHECK_WITH(CaptureError, is_shown_as_it_is(name), "cannot save the graph: expected names of "
-                 "modules and parameters of at most ", kLongestName,
-                 " bytes of UTF-8 without control characters, got \"", core::printable(name, 100),
+  SMP_CHECK_WITH(CaptureError, is_shown_as_it_is(name),
+                 "cannot save the graph: expected names of "
+                 "modules and parameters of at most ",
+                 kLongestName, " bytes of UTF-8 without control characters, got \"",
+                 core::printable(name, 100),
                  "\". Rename it, or leave out the configuration parameter \"graph_file\".");
 }
 
@@ -109,7 +111,8 @@ Json argument_to_json(const Operator& op, size_t index) {
     // Values that may change from step to step are no part of the graph: their text will do.
     SMP_CHECK_WITH(CaptureError, is_patchable(schema, index), "cannot save the graph: argument \"",
                    schema.arguments()[index].name(), "\" of operator ", op.name(), " is of type ",
-                   argument.constant.tagKind(), ", which has no JSON form. Leave out the "
+                   argument.constant.tagKind(),
+                   ", which has no JSON form. Leave out the "
                    "configuration parameter \"graph_file\".");
     constant = constant_to_string(argument.constant);
   }
@@ -585,7 +588,8 @@ void save_graph(const Graph& graph, const std::string& path,
   const std::string text = graph_to_json(graph, optimizer_state);
   std::ofstream out(path, std::ios::binary);
   out << text << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), core::printable(path), ": cannot write the graph: ", std::strerror(errno),
+  SMP_CHECK_WITH(ConfigError, out.good(), core::printable(path),
+                 ": cannot write the graph: ", std::strerror(errno),
                  ". Give a path in a folder that can be written.");
 }
 

@@ -26,9 +26,9 @@ void check(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, 
                  "that the tensor_parallel_degree divides");
   if (!indices.is_cpu() || indices.numel() == 0) return;
   const int64_t low = indices.min().item<int64_t>(), high = indices.max().item<int64_t>();
-  SMP_CHECK_WITH(UsageError, low >= 0 && high < num_embeddings,
-                 "smp::tp_embedding: indices from ", low, " to ", high, " in a vocabulary of ",
-                 num_embeddings, ". Indices start at 0 and must be less than num_embeddings");
+  SMP_CHECK_WITH(UsageError, low >= 0 && high < num_embeddings, "smp::tp_embedding: indices from ",
+                 low, " to ", high, " in a vocabulary of ", num_embeddings,
+                 ". Indices start at 0 and must be less than num_embeddings");
 }
 
 Tensor embedding(const Tensor& weight, const Tensor& indices, int64_t num_embeddings, int64_t,

@@ -12,12 +12,12 @@
 namespace smp::nn {
 
 void check_divides(const char* module, const char* name, int64_t size, int ranks, int64_t blocks) {
-  SMP_CHECK_WITH(UsageError, size > 0 && size % (blocks * ranks) == 0, module, ": ", name, " ", size,
-                 blocks > 1 ? c10::str(" in ", blocks, " blocks") : "",
-                 " cannot be divided among the ", ranks,
-                 " ranks of the tensor-parallel group. Choose a tensor_parallel_degree that divides "
-                 "it, or another ",
-                 name);
+  SMP_CHECK_WITH(
+      UsageError, size > 0 && size % (blocks * ranks) == 0, module, ": ", name, " ", size,
+      blocks > 1 ? c10::str(" in ", blocks, " blocks") : "", " cannot be divided among the ", ranks,
+      " ranks of the tensor-parallel group. Choose a tensor_parallel_degree that divides "
+      "it, or another ",
+      name);
 }
 
 void draw_part(const at::Tensor& part, const ParameterSplit& split, int rank,

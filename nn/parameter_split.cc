@@ -23,7 +23,8 @@ ParameterSplit split_of(const comm::Sharding& sharding) {
 
 void ParameterSplit::check() const {
   const bool exists = dim >= 0 && dim < static_cast<int64_t>(sizes.size());
-  SMP_CHECK_WITH(UsageError, exists && ranks >= 1 && blocks >= 1 && sizes[dim] % (blocks * ranks) == 0,
+  SMP_CHECK_WITH(UsageError,
+                 exists && ranks >= 1 && blocks >= 1 && sizes[dim] % (blocks * ranks) == 0,
                  "a tensor cannot be divided as ", to_string(),
                  ": the size must be a multiple of blocks x ranks (", blocks * ranks,
                  "). Choose a tensor_parallel_degree that divides it");

@@ -70,7 +70,9 @@ at::Tensor local_grad_norm(const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& parameter : parameters) {
     SMP_CHECK_WITH(UsageError, !is_elsewhere(parameter),
                    "an optimizer needs the norm of all gradients, and this rank has those of some "
-                   "parameters only: one of shape ", parameter.sizes(), " is on another. Step it "
+                   "parameters only: one of shape ",
+                   parameter.sizes(),
+                   " is on another. Step it "
                    "through a DistributedOptimizer: smp::distributed(optimizer)");
     if (parameter.grad().defined()) norms.push_back(gradient_norm(parameter.grad(), kL2));
   }

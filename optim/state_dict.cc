@@ -279,8 +279,9 @@ OptimizerState share_state(const Optimizer& optimizer, const ParameterNames& nam
       }
     }
   }
-  SMP_CHECK_WITH(UsageError, problems.empty(), "cannot save the optimizer state by name:",
-                 list(problems), "\nGive the optimizer parameters of the model that is saved.");
+  SMP_CHECK_WITH(UsageError, problems.empty(),
+                 "cannot save the optimizer state by name:", list(problems),
+                 "\nGive the optimizer parameters of the model that is saved.");
   return result;
 }
 

@@ -126,10 +126,11 @@ const Link& CostModel::slowest() const {
 const Link& CostModel::between(int rank, int other) const {
   if (links.size() == 1 || rank == other) return links.front();
   const auto [first, last] = std::minmax(rank, other);
-  SMP_CHECK_WITH(ConfigError, last <= static_cast<int>(links.size()),
-                 "\"cost_model\": expected one link for all ranks of a pipeline, or one for each two "
-                 "neighbours, got ",
-                 links.size(), " links for ranks up to ", last);
+  SMP_CHECK_WITH(
+      ConfigError, last <= static_cast<int>(links.size()),
+      "\"cost_model\": expected one link for all ranks of a pipeline, or one for each two "
+      "neighbours, got ",
+      links.size(), " links for ranks up to ", last);
   return *std::max_element(links.begin() + first, links.begin() + last, is_faster);
 }
 
@@ -165,8 +166,8 @@ CostModel cost_model_from_json(const std::string& text, const std::string& sourc
       costs.compute = reader.read(value, name, kComputeFields);
       continue;
     }
-    SMP_CHECK_WITH(ConfigError, name == "links", source_name, ": there is no field \"", core::printable(name, 100),
-                   "\", but compute, links");
+    SMP_CHECK_WITH(ConfigError, name == "links", source_name, ": there is no field \"",
+                   core::printable(name, 100), "\", but compute, links");
     SMP_CHECK_WITH(ConfigError, value.is_array() && !value.empty(), source_name,
                    ": links: expected a list of objects, got ", core::printable(value.dump(), 100));
     costs.links.clear();

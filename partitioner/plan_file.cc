@@ -125,9 +125,11 @@ class PlanReader {
  private:
   template <class... Parts>
   void check_same(bool same, const Parts&... parts) const {
-    SMP_CHECK_WITH(PartitionError, same, source_, ": the plan was made for another graph than that "
-                   "of this step function (", made_for_, " instead of ", this_graph(), "): ",
-                   parts..., ". Delete the file or switch off \"load_partition\" to partition anew.");
+    SMP_CHECK_WITH(PartitionError, same, source_,
+                   ": the plan was made for another graph than that "
+                   "of this step function (",
+                   made_for_, " instead of ", this_graph(), "): ", parts...,
+                   ". Delete the file or switch off \"load_partition\" to partition anew.");
   }
 
   std::string this_graph() const {
@@ -194,8 +196,9 @@ class PlanReader {
 
   void check_order() const {
     const std::string why = why_illegal_order(graph_, order_);
-    SMP_CHECK_WITH(PartitionError, why.empty(), source_, ": the operators cannot run in this order: ",
-                   why, ". Move them to other stages, or delete the file to partition anew.");
+    SMP_CHECK_WITH(PartitionError, why.empty(), source_,
+                   ": the operators cannot run in this order: ", why,
+                   ". Move them to other stages, or delete the file to partition anew.");
   }
 
   void check_label(const std::string& expected, int op, int stage, const char* what) const {
@@ -207,8 +210,9 @@ class PlanReader {
   void check_ranks() const {
     const std::set<int> ranks(rank_of_stage_.begin(), rank_of_stage_.end());
     SMP_CHECK_WITH(PartitionError, static_cast<int>(ranks.size()) == partitions_, source_,
-                   ": expected a stage for each of the ", partitions_, " partitions, got stages for ",
-                   ranks.size(), ". Give the others a stage, too; \"last\" = \"first\" - 1 makes it "
+                   ": expected a stage for each of the ", partitions_,
+                   " partitions, got stages for ", ranks.size(),
+                   ". Give the others a stage, too; \"last\" = \"first\" - 1 makes it "
                    "empty.");
   }
 

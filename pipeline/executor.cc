@@ -84,8 +84,8 @@ Executor::~Executor() {
 
 void Executor::add_stage(std::unique_ptr<Stage> stage) {
   const int index = stage->index();
-  SMP_INTERNAL_ASSERT(stage->program().has_backward == schedule_.has_backward(index), "stage ", index,
-                      " and the schedule differ in whether it has a backward");
+  SMP_INTERNAL_ASSERT(stage->program().has_backward == schedule_.has_backward(index), "stage ",
+                      index, " and the schedule differ in whether it has a backward");
   stages_[index] = std::move(stage);
 }
 

@@ -14,8 +14,8 @@ namespace smp::pipeline {
 namespace {
 
 void check_positive(const char* name, int value) {
-  SMP_CHECK_WITH(ConfigError, value >= 1, "schedule option ", name,
-                 ": expected at least 1, got ", value, ".");
+  SMP_CHECK_WITH(ConfigError, value >= 1, "schedule option ", name, ": expected at least 1, got ",
+                 value, ".");
 }
 
 std::string listed(const std::vector<int>& numbers) {

@@ -57,8 +57,8 @@ void check_memory_limit(const ScheduleOptions& options) {
   const auto& limit = options.memory_limit();
   if (limit.empty()) return;
   SMP_CHECK_WITH(ConfigError, limit.size() == static_cast<size_t>(options.ranks()),
-                 "schedule option memory_limit: expected one number for each of ",
-                 options.ranks(), " ranks, got ", limit.size(), ".");
+                 "schedule option memory_limit: expected one number for each of ", options.ranks(),
+                 " ranks, got ", limit.size(), ".");
   std::vector<double> needed(limit.size(), 0);
   for (int stage = 0; stage < options.stages(); ++stage) {
     const auto index = static_cast<size_t>(stage);
@@ -66,9 +66,8 @@ void check_memory_limit(const ScheduleOptions& options) {
         std::max(options.costs().kept[index], options.costs().kept_for_weights[index]);
   }
   for (size_t rank = 0; rank < limit.size(); ++rank) {
-    SMP_CHECK_WITH(ConfigError, needed[rank] <= limit[rank],
-                   "schedule option memory_limit: rank ", rank, " may keep ", limit[rank],
-                   ", but one microbatch needs ", needed[rank],
+    SMP_CHECK_WITH(ConfigError, needed[rank] <= limit[rank], "schedule option memory_limit: rank ",
+                   rank, " may keep ", limit[rank], ", but one microbatch needs ", needed[rank],
                    " there. Use more microbatches or partitions, or raise the limit.");
   }
 }

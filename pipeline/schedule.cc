@@ -180,8 +180,8 @@ void check_edges(const std::vector<StageEdge>& edges, int stages) {
   std::set<std::pair<int, int>> seen;
   for (const auto& edge : edges) {
     SMP_CHECK_WITH(ConfigError, 0 <= edge.from && edge.from < edge.to && edge.to < stages,
-                   "stage edges: expected an edge from a stage to a later one of 0 to ",
-                   stages - 1, ", got ", edge.from, " -> ", edge.to, ".");
+                   "stage edges: expected an edge from a stage to a later one of 0 to ", stages - 1,
+                   ", got ", edge.from, " -> ", edge.to, ".");
     SMP_CHECK_WITH(ConfigError, seen.insert({edge.from, edge.to}).second,
                    "stage edges: ", edge.from, " -> ", edge.to,
                    " appears twice. Give one edge for all values from one stage to another.");
@@ -276,9 +276,10 @@ void check_size(const Schedule& schedule, std::string_view where) {
   for (int rank = 0; rank < schedule.ranks(); ++rank) actions += schedule.actions(rank).size();
   const auto forwards =
       static_cast<size_t>(schedule.stages()) * static_cast<size_t>(schedule.microbatches());
-  SMP_CHECK(actions + kMostMissing >= forwards, "cannot read the schedule: ", where, ": expected a forward of ",
-            schedule.microbatches(), " microbatches on each of ", schedule.stages(), " stages, got ",
-            actions, " actions. Correct the number of microbatches, or add what is missing.");
+  SMP_CHECK(actions + kMostMissing >= forwards, "cannot read the schedule: ", where,
+            ": expected a forward of ", schedule.microbatches(), " microbatches on each of ",
+            schedule.stages(), " stages, got ", actions,
+            " actions. Correct the number of microbatches, or add what is missing.");
 }
 
 Schedule parse_schedule(std::string_view text) {

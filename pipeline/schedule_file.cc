@@ -108,8 +108,8 @@ class CsvReader {
     const auto stage = static_cast<size_t>(action.stage);
     // Larger numbers are mistakes, and would only fill the memory.
     SMP_CHECK_WITH(ConfigError, action.stage < kMost && action.microbatch < kMost,
-                   "cannot read the schedule: ", where, ": expected stages and microbatches below ", kMost, ", got ",
-                   to_string(action), ".");
+                   "cannot read the schedule: ", where, ": expected stages and microbatches below ",
+                   kMost, ", got ", to_string(action), ".");
     if (stage >= rank_of_stage_.size()) {
       rank_of_stage_.resize(stage + 1, kNowhere);
       backward_of_stage_.resize(stage + 1, false);
@@ -201,7 +201,8 @@ Form form_of(const std::string& path) {
   }
   SMP_CHECK_WITH(ConfigError, ends_in(".txt"),
                  "the name of a schedule's file must say its form: expected it to end in .csv, "
-                 ".json or .txt, got \"", core::printable(path), "\". Rename the file.");
+                 ".json or .txt, got \"",
+                 core::printable(path), "\". Rename the file.");
   return Form::kText;
 }
 
@@ -287,8 +288,9 @@ void save_schedule(const Schedule& schedule, const std::string& path) {
           : form == Form::kJson ? schedule_to_json(schedule)
                                 : to_string(schedule));
   out.close();
-  SMP_CHECK_WITH(ConfigError, !out.fail(), path, ": cannot write the schedule: ",
-                 std::strerror(errno), ". Check the folder and its permissions.");
+  SMP_CHECK_WITH(ConfigError, !out.fail(), path,
+                 ": cannot write the schedule: ", std::strerror(errno),
+                 ". Check the folder and its permissions.");
 }
 
 Schedule load_schedule(const std::string& path) {

@@ -243,8 +243,8 @@ void Stage::give_outputs(int microbatch, StepResults& results) const {
 
 /// Completes `start_gradients`.
 void Stage::begin_backward(InFlight& state) const {
-  SMP_INTERNAL_ASSERT(state.sinks.size() == static_cast<size_t>(program_.sinks), "stage ", program_.index,
-                      " has a backward without a forward that kept what it needs");
+  SMP_INTERNAL_ASSERT(state.sinks.size() == static_cast<size_t>(program_.sinks), "stage ",
+                      program_.index, " has a backward without a forward that kept what it needs");
   record_given_gradients(state);
   // Gradients from later stages come first into every sum, as their operators come last in the
   // program and so first in a backward pass.

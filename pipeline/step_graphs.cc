@@ -56,9 +56,10 @@ void StepGraphs::give_up(const std::string& why_not) {
 }
 
 void StepGraphs::report(const std::string& why_not) {
-  SMP_CHECK_WITH(UsageError, !required_, "\"cuda_graphs\": \"on\", but not all that this rank "
-                 "computes can be captured: ", why_not,
-                 ". Set it to \"auto\" to run that operator by operator");
+  SMP_CHECK_WITH(UsageError, !required_,
+                 "\"cuda_graphs\": \"on\", but not all that this rank "
+                 "computes can be captured: ",
+                 why_not, ". Set it to \"auto\" to run that operator by operator");
   core::log_warning("\"cuda_graphs\": runs operator by operator: " + why_not);
 }
 

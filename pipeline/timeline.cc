@@ -55,29 +55,31 @@ class Unpacker {
 using Recorded = std::vector<const RankTimeline*>;
 
 void check_recorded(const Schedule& schedule, const Recorded& recorded) {
-  SMP_INTERNAL_ASSERT(!recorded.empty(), "timeline: expected what every rank recorded, got nothing");
+  SMP_INTERNAL_ASSERT(!recorded.empty(),
+                      "timeline: expected what every rank recorded, got nothing");
   const auto ranks = static_cast<size_t>(schedule.ranks());
   const auto& steps = recorded.front()->steps;
   for (size_t i = 0; i < recorded.size(); ++i) {
     const RankTimeline& one = *recorded[i];
     const auto name = c10::str("timeline of rank ", one.rank, " of replica ", one.replica, ": ");
     const int replica = static_cast<int>(i / ranks), rank = static_cast<int>(i % ranks);
-    SMP_INTERNAL_ASSERT(one.replica == replica && one.rank == rank, name, "expected that of rank ", rank,
-              " of replica ", replica, ", and each of the ", ranks, " ranks once");
+    SMP_INTERNAL_ASSERT(one.replica == replica && one.rank == rank, name, "expected that of rank ",
+                        rank, " of replica ", replica, ", and each of the ", ranks, " ranks once");
     const size_t actions = schedule.actions(rank).size();
     SMP_INTERNAL_ASSERT(one.bytes.size() == actions, name, "expected the schedule's ", actions,
-              " actions, got ", one.bytes.size());
-    SMP_INTERNAL_ASSERT(one.steps.size() == steps.size(), name, "expected ", steps.size(), " steps, got ",
-              one.steps.size());
+                        " actions, got ", one.bytes.size());
+    SMP_INTERNAL_ASSERT(one.steps.size() == steps.size(), name, "expected ", steps.size(),
+                        " steps, got ", one.steps.size());
     for (size_t s = 0; s < steps.size(); ++s) {
-      SMP_INTERNAL_ASSERT(one.steps[s].number == steps[s].number, name, "expected step ", steps[s].number,
-                ", got step ", one.steps[s].number);
-      SMP_INTERNAL_ASSERT(one.steps[s].records.size() == actions, name, "expected a record for each of ",
-                actions, " actions, got ", one.steps[s].records.size());
+      SMP_INTERNAL_ASSERT(one.steps[s].number == steps[s].number, name, "expected step ",
+                          steps[s].number, ", got step ", one.steps[s].number);
+      SMP_INTERNAL_ASSERT(one.steps[s].records.size() == actions, name,
+                          "expected a record for each of ", actions, " actions, got ",
+                          one.steps[s].records.size());
     }
   }
   SMP_INTERNAL_ASSERT(recorded.size() % ranks == 0, "timeline: expected all ", ranks,
-            " ranks of each replica, got ", recorded.size(), " ranks");
+                      " ranks of each replica, got ", recorded.size(), " ranks");
 }
 
 /// The first and the last moment of step `index`, in ns. Reductions begin after an action.
@@ -163,8 +165,8 @@ void RankTimeline::shift(int64_t ns) {
 bool operator==(const RankTimeline& a, const RankTimeline& b) { return pack(a) == pack(b); }
 
 TimelineRecorder::TimelineRecorder(int replica, int rank, int64_t actions, int64_t steps) {
-  SMP_INTERNAL_ASSERT(actions >= 0 && steps >= 0, "timeline: expected no negative number, got ", actions,
-            " actions and ", steps, " steps");
+  SMP_INTERNAL_ASSERT(actions >= 0 && steps >= 0, "timeline: expected no negative number, got ",
+                      actions, " actions and ", steps, " steps");
   timeline_.replica = replica;
   timeline_.rank = rank;
   timeline_.bytes.resize(static_cast<size_t>(actions));
@@ -181,8 +183,9 @@ int64_t TimelineRecorder::now() {
 }
 
 void TimelineRecorder::set_kept(const std::vector<TimedAction>& simulated) {
-  SMP_INTERNAL_ASSERT(simulated.size() == timeline_.bytes.size(), "timeline: expected what is kept after ",
-            timeline_.bytes.size(), " actions, got ", simulated.size());
+  SMP_INTERNAL_ASSERT(simulated.size() == timeline_.bytes.size(),
+                      "timeline: expected what is kept after ", timeline_.bytes.size(),
+                      " actions, got ", simulated.size());
   for (RankTimeline::Step& step : timeline_.steps) {
     for (size_t i = 0; i < simulated.size(); ++i) {
       step.records[i].kept = static_cast<int64_t>(simulated[i].memory);
@@ -191,8 +194,7 @@ void TimelineRecorder::set_kept(const std::vector<TimedAction>& simulated) {
 }
 
 void TimelineRecorder::begin_step(int64_t number) {
-  SMP_INTERNAL_ASSERT(has_room(), "timeline: there is room for ", timeline_.steps.size(),
-            " steps");
+  SMP_INTERNAL_ASSERT(has_room(), "timeline: there is room for ", timeline_.steps.size(), " steps");
   RankTimeline::Step& step = timeline_.steps[begun_++];
   step.number = number;
   current_ = step.records.data();
@@ -252,13 +254,15 @@ RankTimeline unpack_timeline(const std::vector<int64_t>& numbers) {
 // --- clocks -----------------------------------------------------------------------------------
 
 ClockOffset clock_offset(const std::vector<ClockSample>& samples) {
-  SMP_INTERNAL_ASSERT(!samples.empty(), "timeline: expected a round trip to compare clocks by, got none");
+  SMP_INTERNAL_ASSERT(!samples.empty(),
+                      "timeline: expected a round trip to compare clocks by, got none");
   const auto delay = [](const ClockSample& sample) { return sample.received - sample.sent; };
   const auto& best = *std::min_element(
       samples.begin(), samples.end(),
       [&](const ClockSample& a, const ClockSample& b) { return delay(a) < delay(b); });
-  SMP_INTERNAL_ASSERT(delay(best) >= 0, "timeline: expected an answer after its question, got one sent at ",
-            best.sent, " ns and received at ", best.received, " ns");
+  SMP_INTERNAL_ASSERT(delay(best) >= 0,
+                      "timeline: expected an answer after its question, got one sent at ",
+                      best.sent, " ns and received at ", best.received, " ns");
   const int64_t half = delay(best) / 2;
   return {best.remote - (best.sent + half), delay(best) - half};
 }

@@ -74,8 +74,9 @@ json to_json(const StepTimeline& step, const Timeline& timeline) {
 void write(const std::string& text, const std::string& path) {
   std::ofstream out(path, std::ios::binary);
   out << text << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), path, ": the timeline cannot be written: ",
-                 std::strerror(errno), ". Give a path in a folder that can be written.");
+  SMP_CHECK_WITH(ConfigError, out.good(), path,
+                 ": the timeline cannot be written: ", std::strerror(errno),
+                 ". Give a path in a folder that can be written.");
 }
 
 }  // namespace

@@ -209,8 +209,8 @@ class Verifier {
 
   void check_present(const Action& action) const {
     const int rank = schedule_.rank_of(action.stage);
-    SMP_CHECK(happens(action), "schedule: rank ", rank, " never does ",
-              to_string(action), " in its ", schedule_.actions(rank).size(),
+    SMP_CHECK(happens(action), "schedule: rank ", rank, " never does ", to_string(action),
+              " in its ", schedule_.actions(rank).size(),
               " actions. Every action of a step happens exactly once.");
   }
 
@@ -227,9 +227,9 @@ class Verifier {
     }
     const int position = position_of(other);
     const int other_rank = schedule_.rank_of(other.stage);
-    SMP_CHECK(position == kNone, "schedule: rank ", schedule_.rank_of(action.stage),
-              " never does ", to_string(action), ", but rank ", other_rank, " ", what_other_does,
-              position, " (", to_string(other), "). Every send has exactly one receive.");
+    SMP_CHECK(position == kNone, "schedule: rank ", schedule_.rank_of(action.stage), " never does ",
+              to_string(action), ", but rank ", other_rank, " ", what_other_does, position, " (",
+              to_string(other), "). Every send has exactly one receive.");
     check_present(action);
   }
 

@@ -209,7 +209,8 @@ void Model::register_comm_hook(CommHook hook) {
                             ? "\"sharded_data_parallel_degree\" above 1"
                             : nullptr;
   SMP_CHECK_WITH(UsageError, divided == nullptr,
-                 "DistributedModel: a communication hook reduces whole gradients, and with ", divided,
+                 "DistributedModel: a communication hook reduces whole gradients, and with ",
+                 divided,
                  " a replica gets its part of them only. Leave out the hook or that parameter");
   const int64_t shards = config.gradient_shards();
   SMP_CHECK_WITH(UsageError, shards == 0 || shards == runtime_->replicas()->size(),
@@ -299,9 +300,9 @@ void Model::load_state_dict(const TensorDict& state, bool strict) {
   const std::string problems = misfits(own, state, strict, [&](const at::Tensor& tensor) {
     return runtime_->table().at(tensor).whole_sizes();
   });
-  SMP_CHECK_WITH(CheckpointError, problems.empty(),
-                 "the state dictionary does not fit the model:", problems,
-                 "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
+  SMP_CHECK_WITH(
+      CheckpointError, problems.empty(), "the state dictionary does not fit the model:", problems,
+      "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
   at::NoGradGuard no_grad;
   ++runtime_->progress.parameter_loads;
   for (const auto& item : own) {
@@ -410,7 +411,9 @@ void Model::check_same_inputs(const std::vector<at::Tensor>& inputs) const {
   const size_t other = first_other(all);
   SMP_CHECK_WITH(UsageError, other == 0,
                  "a DistributedModel was called outside a step function with other tensors on tp "
-                 "rank ", other, " than on tp rank 0. Its layers are divided among the ranks of a "
+                 "rank ",
+                 other,
+                 " than on tp rank 0. Its layers are divided among the ranks of a "
                  "tensor-parallel group, which work on one batch together: give all of them the "
                  "same");
 }

@@ -252,8 +252,9 @@ void Runtime::add_model(const std::shared_ptr<Model>& model) {
   for (const auto& [name, split] : model->split_parameters()) {
     if (split.ranks == 1) continue;
     SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
-                   "\" is divided among ", split.ranks, " ranks, and \"tensor_parallel_degree\" is ",
-                   topology_.tp_size(), ". Construct modules of smp::nn after smp::init");
+                   "\" is divided among ", split.ranks,
+                   " ranks, and \"tensor_parallel_degree\" is ", topology_.tp_size(),
+                   ". Construct modules of smp::nn after smp::init");
     table_.divide(name, split, axis(CommGroup::kTp), /*captured_whole=*/false);
   }
 }

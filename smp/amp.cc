@@ -112,9 +112,10 @@ void GradScaler::unscale(const Handle& optimizer) {
   const bool half = std::any_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
     return gradient.scalar_type() == at::kHalf;
   });
-  SMP_CHECK_WITH(UsageError, !half,
-                 "GradScaler: Attempting to unscale FP16 gradients. Keep parameters in float32 and "
-                 "compute under autocast, or set \"fp16\": true and give the optimizer a loss scale");
+  SMP_CHECK_WITH(
+      UsageError, !half,
+      "GradScaler: Attempting to unscale FP16 gradients. Keep parameters in float32 and "
+      "compute under autocast, or set \"fp16\": true and give the optimizer a loss scale");
   const auto world = Runtime::exists() ? Runtime::get().world() : nullptr;
   const GradientCheck check = check_gradients(gradients, world.get());
   SMP_CHECK_WITH(UsageError, check.any,

@@ -39,7 +39,8 @@ namespace {
 std::string text_or_empty(const char* text) { return text == nullptr ? "" : text; }
 
 const char* needed(const char* text, const char* what) {
-  SMP_CHECK_WITH(UsageError, text != nullptr, "the ", what, " is NULL. Pass a text that ends with 0");
+  SMP_CHECK_WITH(UsageError, text != nullptr, "the ", what,
+                 " is NULL. Pass a text that ends with 0");
   return text;
 }
 

@@ -79,10 +79,11 @@ void check_has_data(const std::string& name, const at::Tensor& tensor) {
                     : tensor.is_meta()         ? "is on the meta device"
                     : !tensor.has_storage()    ? "is no dense tensor"
                                                : nullptr;
-  SMP_CHECK_WITH(UsageError, why == nullptr, kStep, ": \"", core::printable(name, 100), "\" ", why,
-                 ". Export a module that this process has whole, with its data: call "
-                 "smp::materialize(*module) after delayed construction, and copy the state_dict() of "
-                 "a DistributedModel into a module of its own");
+  SMP_CHECK_WITH(
+      UsageError, why == nullptr, kStep, ": \"", core::printable(name, 100), "\" ", why,
+      ". Export a module that this process has whole, with its data: call "
+      "smp::materialize(*module) after delayed construction, and copy the state_dict() of "
+      "a DistributedModel into a module of its own");
 }
 
 void add_tensors(const torch::nn::Module& module, ExportRequest& request,
@@ -119,7 +120,8 @@ std::vector<std::string> names_of(const std::vector<c10::IValue>& arguments,
   const bool fit = names.size() == arguments.size() && are_unique &&
                    std::all_of(names.begin(), names.end(), is_name);
   SMP_CHECK_WITH(UsageError, fit, kStep, ": argument_names has ", names.size(), " names for ",
-                 arguments.size(), " arguments, or one that Python does not take. Give each a name "
+                 arguments.size(),
+                 " arguments, or one that Python does not take. Give each a name "
                  "of its own, of letters, digits and _");
   return names;
 }
@@ -130,9 +132,9 @@ class DynamicSizes {
   DynamicSizes(const std::vector<at::Tensor>& inputs, const ExportProgramOptions& options)
       : inputs_(inputs) {
     const auto& shapes = options.dynamic_shapes();
-    SMP_CHECK_WITH(UsageError, shapes.size() <= inputs.size(), kStep, ": dynamic_shapes is given for ",
-                   shapes.size(), " tensors, and there are ", inputs.size(),
-                   " among the arguments. Give one for each tensor, in their order");
+    SMP_CHECK_WITH(UsageError, shapes.size() <= inputs.size(), kStep,
+                   ": dynamic_shapes is given for ", shapes.size(), " tensors, and there are ",
+                   inputs.size(), " among the arguments. Give one for each tensor, in their order");
     for (size_t i = 0; i < shapes.size(); ++i) {
       for (const auto& [axis, dim] : shapes[i]) add(i, axis, dim);
     }
@@ -152,8 +154,9 @@ class DynamicSizes {
 
   void add(size_t input, int64_t axis, const ExportDim& dim) {
     const at::Tensor& tensor = inputs_[input];
-    SMP_CHECK_WITH(UsageError, axis >= 0 && axis < tensor.dim(), kStep, ": dynamic_shapes has axis ",
-                   axis, " of a tensor of shape ", tensor.sizes(), ". Count axes from 0");
+    SMP_CHECK_WITH(UsageError, axis >= 0 && axis < tensor.dim(), kStep,
+                   ": dynamic_shapes has axis ", axis, " of a tensor of shape ", tensor.sizes(),
+                   ". Count axes from 0");
     const int64_t given = tensor.size(axis);
     const bool fits =
         given >= 2 && dim.min() <= given && given <= dim.max() && dim.min() < dim.max();
@@ -163,8 +166,8 @@ class DynamicSizes {
     const auto [known, is_new] = numbers_.emplace(dim.name(), ranges_.size());
     if (is_new) ranges_.push_back({given, dim.min(), dim.max()});
     const SizeGrid::Range& range = ranges_[known->second];
-    SMP_CHECK_WITH(UsageError, range.given == given, kStep, ": dynamic size \"", dim.name(), "\" is ",
-                   range.given, " in one tensor and ", given,
+    SMP_CHECK_WITH(UsageError, range.given == given, kStep, ": dynamic size \"", dim.name(),
+                   "\" is ", range.given, " in one tensor and ", given,
                    " in another. Axes of one name have one size: give these two names");
     axes_.push_back({input, axis, known->second});
   }

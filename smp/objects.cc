@@ -25,8 +25,8 @@ Runtime& runtime_for(const char* call) {
 int world_rank(const Runtime& runtime, const char* call, int rank, CommGroup group) {
   const std::vector<int> members = runtime.topology().members(group, runtime.rank());
   SMP_CHECK_WITH(UsageError, rank >= 0 && rank < static_cast<int>(members.size()), call,
-                 ": expected a ", to_string(group), " rank in 0 to ", members.size() - 1,
-                 ", got ", rank, ".");
+                 ": expected a ", to_string(group), " rank in 0 to ", members.size() - 1, ", got ",
+                 rank, ".");
   return members[rank];
 }
 

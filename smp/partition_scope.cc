@@ -60,8 +60,10 @@ void detail::pin_module(const torch::nn::Module& module, int partition) {
   const auto parameters = module.parameters();
   const auto buffers = module.buffers();
   SMP_CHECK_WITH(UsageError, !parameters.empty() || !buffers.empty(), "smp::set_partition: module ",
-                 module.name(), " has neither parameters nor buffers. Put a scope around its call "
-                 "in forward: const auto scope = smp::partition(", partition, ");");
+                 module.name(),
+                 " has neither parameters nor buffers. Put a scope around its call "
+                 "in forward: const auto scope = smp::partition(",
+                 partition, ");");
   for (const auto* tensors : {&parameters, &buffers}) {
     for (const at::Tensor& tensor : *tensors) partition_pins().set(tensor, partition);
   }

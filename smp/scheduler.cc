@@ -88,8 +88,9 @@ struct Scheduler {
       fits = fits && state.contains(field) && is_number(state.at(field));
     }
     SMP_CHECK_WITH(CheckpointError, fits && state.contains(kOwn) == (own.save != nullptr),
-                   "scheduler \"", name, "\" is not of the kind that was saved under its name: ",
-                   text, ". Make the scheduler that the saved run had, or register this one under "
+                   "scheduler \"", name,
+                   "\" is not of the kind that was saved under its name: ", text,
+                   ". Make the scheduler that the saved run had, or register this one under "
                    "another name and load with strict = false");
   }
 

@@ -48,9 +48,10 @@ void init_process_group(std::chrono::milliseconds timeout) {
 bool is_initialized() { return the_group().has_value(); }
 
 Group group() {
-  SMP_CHECK_WITH(UsageError, is_initialized(),
-                 "smddp was used before it was initialised. Call smp::smddp::init_process_group() at "
-                 "the start of main()");
+  SMP_CHECK_WITH(
+      UsageError, is_initialized(),
+      "smddp was used before it was initialised. Call smp::smddp::init_process_group() at "
+      "the start of main()");
   return *the_group();
 }
 
@@ -75,8 +76,8 @@ WorkPtr all_gather(const std::vector<at::Tensor>& tensors, const at::Tensor& ten
                    bool async_op) {
   const int size = group().size();
   SMP_CHECK_WITH(UsageError, static_cast<int>(tensors.size()) == size,
-                 "smddp::all_gather: expected one tensor for each of the ", size,
-                 " ranks, got ", tensors.size(), ".");
+                 "smddp::all_gather: expected one tensor for each of the ", size, " ranks, got ",
+                 tensors.size(), ".");
   const at::Tensor flat = at::empty({size, tensor.numel()}, tensor.options());
   const auto copy_out = [flat, tensors] {
     for (size_t i = 0; i < tensors.size(); ++i) {

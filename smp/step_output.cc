@@ -11,10 +11,11 @@ namespace smp {
 
 const std::vector<at::Tensor>& StepOutput::defined() const {
   SMP_CHECK_WITH(UsageError, !outputs_.empty(), "a StepOutput without outputs was reduced");
-  SMP_CHECK_WITH(UsageError, outputs_[0].defined(),
-                 "a StepOutput is not on this rank: its step function was made with "
-                 "StepOptions().share_outputs(false), so only the rank that computes it has it. Ask "
-                 "outputs()[0].defined() before, or share outputs");
+  SMP_CHECK_WITH(
+      UsageError, outputs_[0].defined(),
+      "a StepOutput is not on this rank: its step function was made with "
+      "StepOptions().share_outputs(false), so only the rank that computes it has it. Ask "
+      "outputs()[0].defined() before, or share outputs");
   return outputs_;
 }
 
@@ -40,8 +41,9 @@ at::Tensor StepOutput::reduce_mean(const Group& group) const {
 }
 
 at::Tensor StepOutput::concat() const {
-  SMP_CHECK_WITH(UsageError, defined()[0].dim() > 0,
-                 "StepOutput::concat needs tensors with a batch axis; these have none. Use stack()");
+  SMP_CHECK_WITH(
+      UsageError, defined()[0].dim() > 0,
+      "StepOutput::concat needs tensors with a batch axis; these have none. Use stack()");
   return at::cat(outputs_, 0);
 }
 

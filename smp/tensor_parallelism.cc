@@ -62,7 +62,8 @@ void detail::mark_module(const torch::nn::Module& module, bool enabled,
                  "models among the ranks; call it before");
   const auto parameters = module.parameters();
   SMP_CHECK_WITH(UsageError, !parameters.empty(), "smp::set_tensor_parallelism: module ",
-                 module.name(), " has no parameters that could be divided. Give it the module that "
+                 module.name(),
+                 " has no parameters that could be divided. Give it the module that "
                  "holds them");
   for (const at::Tensor& parameter : parameters) {
     tensor_parallelism_marks().set(parameter, {enabled, options});

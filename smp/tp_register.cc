@@ -26,8 +26,8 @@ Treatment checked(const Call& call, TpTreatment given) {
   treatment.results = std::move(given.results);
   for (auto& [name, value] : given.constants) {
     const int position = call.argument(name.c_str());
-    SMP_CHECK_WITH(UsageError, position >= 0, "the rule registered for operator ",
-                   call.base_name(), " names an argument \"", name,
+    SMP_CHECK_WITH(UsageError, position >= 0, "the rule registered for operator ", call.base_name(),
+                   " names an argument \"", name,
                    "\", which the operator does not have. Name one of its schema");
     treatment.constants.emplace_back(position, std::move(value));
   }

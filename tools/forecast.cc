@@ -9,9 +9,10 @@ namespace smp::tools {
 
 partitioner::StepModel step_model(const Config& config, const graph::SavedGraph& saved, int ranks,
                                   int microbatches, int replicas) {
-  SMP_CHECK_WITH(ConfigError, config.cost_model() != "measured",
-                 "smp_plan runs nothing, and \"cost_model\": \"measured\" asks it to measure. Give the "
-                 "file with what a run of the program measured: it logs the text");
+  SMP_CHECK_WITH(
+      ConfigError, config.cost_model() != "measured",
+      "smp_plan runs nothing, and \"cost_model\": \"measured\" asks it to measure. Give the "
+      "file with what a run of the program measured: it logs the text");
   auto step = runtime::step_model(config, ranks, microbatches, replicas)
                   .costs(runtime::read_costs(config, saved.graph.device()));
   if (!config.is_set("optimizer_state_factor")) step.optimizer_states(saved.optimizer_state);

@@ -112,8 +112,8 @@ JobFolder::JobFolder(const std::string& parent, const std::string& advice) {
   remove_those_of_the_dead(parent);
   path_ = parent + "/" + kPrefix;
   const auto check = [&](bool is_done) {
-    SMP_CHECK(is_done, "smprun: cannot create the folder ", path_, "XXXXXX: ",
-              std::strerror(errno), ". ", advice);
+    SMP_CHECK(is_done, "smprun: cannot create the folder ", path_, "XXXXXX: ", std::strerror(errno),
+              ". ", advice);
   };
   // Under a name that launchers do not look for until it is locked.
   std::string made = parent + "/." + kPrefix + "XXXXXX";

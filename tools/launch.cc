@@ -96,12 +96,12 @@ int rank_count(const LaunchOptions& options, const std::vector<Host>& hosts,
   if (distribution->processes_per_host) return checked_count(*distribution->processes_per_host);
   const Config& config = distribution->config;
   const auto says = [&](const char* key) { return config.is_set(key); };
-  SMP_CHECK_WITH(ConfigError,
-                 says("partitions") || says("tensor_parallel_degree") ||
-                     says("sharded_data_parallel_degree"),
-                 "smprun: the number of ranks is unknown: the configuration has none of "
-                 "\"partitions\", \"tensor_parallel_degree\", \"sharded_data_parallel_degree\" and "
-                 "mpi.processes_per_host. Give --np N.");
+  SMP_CHECK_WITH(
+      ConfigError,
+      says("partitions") || says("tensor_parallel_degree") || says("sharded_data_parallel_degree"),
+      "smprun: the number of ranks is unknown: the configuration has none of "
+      "\"partitions\", \"tensor_parallel_degree\", \"sharded_data_parallel_degree\" and "
+      "mpi.processes_per_host. Give --np N.");
   return checked_count(core::Topology::least_size(config));
 }
 

@@ -157,8 +157,9 @@ pid_t spawn(const LaunchCommand& command, const Start& start, int errors) {
   }
   close(report[0]);
   if (child > 0 && error != 0) waitpid(child, nullptr, 0);
-  SMP_CHECK(error != ENOENT, words[0],
-            ": not found in PATH. Install Open MPI (on Debian and Ubuntu: the package openmpi-bin).");
+  SMP_CHECK(
+      error != ENOENT, words[0],
+      ": not found in PATH. Install Open MPI (on Debian and Ubuntu: the package openmpi-bin).");
   SMP_CHECK(error == 0, words[0], ": cannot be started: ", std::strerror(error),
             ". Check what is called so in PATH; smprun --dry-run prints the command.");
   return child;

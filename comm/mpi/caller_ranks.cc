@@ -16,8 +16,8 @@ void check_may_call() {
   int initialized = 0, finalized = 0;
   check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");
   check_mpi(MPI_Finalized(&finalized), "MPI_Finalized");
-  SMP_CHECK_WITH(UsageError, initialized && !finalized,
-                 "a communicator was given, and MPI ", initialized ? "has ended" : "has not started",
+  SMP_CHECK_WITH(UsageError, initialized && !finalized, "a communicator was given, and MPI ",
+                 initialized ? "has ended" : "has not started",
                  ". The program starts and ends MPI: begin a session between MPI_Init and "
                  "MPI_Finalize");
   int level = MPI_THREAD_SINGLE, is_main = 0;
@@ -25,7 +25,8 @@ void check_may_call() {
   check_mpi(MPI_Is_thread_main(&is_main), "MPI_Is_thread_main");
   SMP_CHECK_WITH(UsageError, is_main || level > MPI_THREAD_FUNNELED,
                  "a session is begun on a communicator by a thread that may not call MPI: it was "
-                 "started with thread level ", level,
+                 "started with thread level ",
+                 level,
                  ". Begin the session on the thread that called MPI_Init, or start MPI with "
                  "MPI_THREAD_SERIALIZED");
 }

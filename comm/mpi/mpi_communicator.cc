@@ -113,11 +113,11 @@ bool initialize_mpi() {
     widen_pipeline();
     check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided), "MPI_Init_thread");
   }
-  SMP_CHECK_WITH(CommError, provided == MPI_THREAD_MULTIPLE,
-                 "MPI offers thread level ", provided, ", expected MPI_THREAD_MULTIPLE (",
-                 MPI_THREAD_MULTIPLE,
-                 "). Use an MPI built with thread support (ompi_info | grep -i thread shows it), and "
-                 "let smp initialise MPI or ask for that level yourself.");
+  SMP_CHECK_WITH(
+      CommError, provided == MPI_THREAD_MULTIPLE, "MPI offers thread level ", provided,
+      ", expected MPI_THREAD_MULTIPLE (", MPI_THREAD_MULTIPLE,
+      "). Use an MPI built with thread support (ompi_info | grep -i thread shows it), and "
+      "let smp initialise MPI or ask for that level yourself.");
   return !initialized;
 }
 
@@ -126,9 +126,9 @@ void check_tags() {
   int found = 0;
   check_mpi(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
   constexpr int kNeeded = 2 * (kMaxTag + 1) - 1;
-  SMP_CHECK_WITH(CommError, found && *static_cast<int*>(value) >= kNeeded,
-                 "MPI allows tags up to ", found ? *static_cast<int*>(value) : 0, ", expected ",
-                 kNeeded, ". Choose another transport, for example mpirun --mca pml ob1.");
+  SMP_CHECK_WITH(CommError, found && *static_cast<int*>(value) >= kNeeded, "MPI allows tags up to ",
+                 found ? *static_cast<int*>(value) : 0, ", expected ", kNeeded,
+                 ". Choose another transport, for example mpirun --mca pml ob1.");
 }
 
 // The ranks of this host, and whether there is a core for each: mpirun may have given each rank

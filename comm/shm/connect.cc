@@ -88,16 +88,14 @@ struct Context {
 
 template <class Theirs>
 void check_same(const Context& context, const ChannelSpec& spec, const Theirs& theirs) {
-  SMP_CHECK_WITH(CommError,
-                 spec.bytes == theirs.bytes && spec.held == theirs.held &&
-                     spec.ahead == theirs.ahead,
-                 "open_channels on group '", context.group->name, "': the channel with tag ",
-                 spec.tag, " between ranks ", context.group->world_rank, " and ",
-                 context.group->world_ranks[spec.peer], " is one of ",
-                 spec.bytes, " bytes, ", spec.held, " held and ", spec.ahead,
-                 " ahead for the first, and one of ", theirs.bytes, " bytes, ", theirs.held,
-                 " held and ", theirs.ahead,
-                 " ahead for the second. Both must give the same numbers.");
+  SMP_CHECK_WITH(
+      CommError,
+      spec.bytes == theirs.bytes && spec.held == theirs.held && spec.ahead == theirs.ahead,
+      "open_channels on group '", context.group->name, "': the channel with tag ", spec.tag,
+      " between ranks ", context.group->world_rank, " and ", context.group->world_ranks[spec.peer],
+      " is one of ", spec.bytes, " bytes, ", spec.held, " held and ", spec.ahead,
+      " ahead for the first, and one of ", theirs.bytes, " bytes, ", theirs.held, " held and ",
+      theirs.ahead, " ahead for the second. Both must give the same numbers.");
 }
 
 // Opening goes in steps that wait for earlier steps of the peer only, so that ranks may list their

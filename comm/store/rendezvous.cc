@@ -94,8 +94,9 @@ RankRecord to_record(int rank, const std::string& text) {
   std::getline(in, record.address);
   std::getline(in, port);
   in.read(reinterpret_cast<char*>(&record.cores), sizeof record.cores);
-  SMP_CHECK_WITH(CommError, in && read_number(port, record.port) && record.port != 0,
-                 "what rank ", rank, " has left in the store is no address of a rank. Something "
+  SMP_CHECK_WITH(CommError, in && read_number(port, record.port) && record.port != 0, "what rank ",
+                 rank,
+                 " has left in the store is no address of a rank. Something "
                  "else uses the store: choose another MASTER_PORT, or give it keys of its own.");
   return record;
 }

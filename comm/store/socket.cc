@@ -228,9 +228,8 @@ Descriptor listen_on_free_port(const std::string& address) {
 uint16_t port_of(const Descriptor& listener) {
   sockaddr_storage own{};
   socklen_t length = sizeof own;
-  SMP_INTERNAL_ASSERT(
-      getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&own), &length) == 0,
-      std::strerror(errno));
+  SMP_INTERNAL_ASSERT(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&own), &length) == 0,
+                      std::strerror(errno));
   return ntohs(own.ss_family == AF_INET6 ? reinterpret_cast<sockaddr_in6*>(&own)->sin6_port
                                          : reinterpret_cast<sockaddr_in*>(&own)->sin_port);
 }

@@ -113,9 +113,10 @@ const TorchrunJob& started_job(const char* function) {
 
 std::string variable(const char* name) {
   const auto value = core::env(name);
-  SMP_CHECK_WITH(ConfigError, value.has_value(), "RANK and WORLD_SIZE are set, but ", name,
-                 " is not: expected the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR "
-                 "and MASTER_PORT). Set it, or unset RANK and WORLD_SIZE.");
+  SMP_CHECK_WITH(
+      ConfigError, value.has_value(), "RANK and WORLD_SIZE are set, but ", name,
+      " is not: expected the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR "
+      "and MASTER_PORT). Set it, or unset RANK and WORLD_SIZE.");
   return *value;
 }
 
@@ -216,17 +217,17 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
       c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
   auto opened = call_apart(
       [host = place.host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-  SMP_CHECK_WITH(TimeoutError,
-                 opened.wait_for(timeout + kGrace) == std::future_status::ready, "rank ",
-                 place.rank, " has had no answer from", where, "none within ",
-                 timeout.count() / 1000.0, " s. Check that rank 0 has started, is not stopped, and "
+  SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kGrace) == std::future_status::ready,
+                 "rank ", place.rank, " has had no answer from", where, "none within ",
+                 timeout.count() / 1000.0,
+                 " s. Check that rank 0 has started, is not stopped, and "
                  "that its host can be reached.");
   try {
     return opened.get();
   } catch (const c10::Error& error) {
     const std::string reason = where + first_line(error);
-    SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason,
-                   ". Choose another ", key, " if it is in use.");
+    SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason, ". Choose another ",
+                   key, " if it is in use.");
     core::fail<CommError>("rank ", place.rank, " cannot reach", reason,
                           ". Check that rank 0 has started and that its host can be reached.");
   }
@@ -234,8 +235,9 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
 
 CommunicatorPtr make_torchrun_world(milliseconds timeout, int port) {
   TorchrunJob& job = smp::comm::job();
-  SMP_CHECK_WITH(UsageError, !job.finalized,
-                 "make_torchrun_world after finalize_torchrun_world: the processes meet only once.");
+  SMP_CHECK_WITH(
+      UsageError, !job.finalized,
+      "make_torchrun_world after finalize_torchrun_world: the processes meet only once.");
   if (!job.world.world) {
     const MeetingTime time(timeout);
     const MeetingPlace place = meeting_place(port);

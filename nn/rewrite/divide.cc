@@ -33,9 +33,9 @@ Pins fixed_pins(const Graph& whole, const DivideOptions& options) {
     const ParameterSplit& split = found->second;
     const c10::IntArrayRef sizes(value.meta.sizes);
     const bool same = sizes == c10::IntArrayRef(split.sizes) && split.ranks == options.ranks;
-    SMP_CHECK_WITH(UsageError, same,
-                   "parameter \"", value.name, "\" is divided as ", split.to_string(),
-                   ", but this step function reads it with sizes ", sizes, " on ", options.ranks,
+    SMP_CHECK_WITH(UsageError, same, "parameter \"", value.name, "\" is divided as ",
+                   split.to_string(), ", but this step function reads it with sizes ", sizes,
+                   " on ", options.ranks,
                    " ranks. Parameters keep their sizes, and the way they are divided, once a step "
                    "has run");
     split.check();

@@ -165,7 +165,9 @@ class Divider {
           UsageError, divided.computed_otherwise.count(i) > 0, "step function \"", step_name_,
           "\": attention in or after module \"", captured_.operators[i].scope,
           "\" cannot be computed as the options of smp::tensor_parallelism say, since it is not "
-          "divided among the ", options_.ranks, " ranks: its heads and samples are no multiple of "
+          "divided among the ",
+          options_.ranks,
+          " ranks: its heads and samples are no multiple of "
           "them, or there are fewer heads of keys than of queries, or attention_in_fp32 is under "
           "autocast, or use_alibi finds no [N, heads, S, channels]. Leave out attention_in_fp32, "
           "query_key_layer_scaling, use_alibi and flash_attention there");
@@ -188,7 +190,8 @@ class Divider {
           UsageError, !divided.parameters.empty(), "step function \"", step_name_,
           "\": the residual sum", module_of(captured_.operators[i]),
           " cannot be kept in float32, as fp32_residual_addition of smp::tensor_parallelism says, "
-          "since no parameter is divided among the ", options_.ranks,
+          "since no parameter is divided among the ",
+          options_.ranks,
           " ranks. Leave out fp32_residual_addition there, or choose sizes that can be divided");
     }
     SMP_CHECK_WITH(UsageError, any || runtime_.partitioned(), "step function \"", step_name_,
@@ -224,7 +227,8 @@ class Divider {
     }
     SMP_CHECK_WITH(UsageError, skipped.empty(),
                    "with \"strict_tensor_parallelism\", parameters of marked modules cannot be "
-                   "divided among ", options_.ranks, " ranks:", skipped,
+                   "divided among ",
+                   options_.ranks, " ranks:", skipped,
                    "\nTake the mark from these modules, change their sizes or the "
                    "tensor_parallel_degree, or set \"strict_tensor_parallelism\" to false");
   }
@@ -279,7 +283,8 @@ void check_no_options(const Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     const auto mark = entry.tensor_parallelism_mark();
     SMP_CHECK_WITH(UsageError, !mark || !mark->enabled || !mark->options.changes_operators(),
-                   "parameter \"", entry.name, "\" was made with options of operators "
+                   "parameter \"", entry.name,
+                   "\" was made with options of operators "
                    "(attention_in_fp32, query_key_layer_scaling, use_alibi, "
                    "fp32_residual_addition or flash_attention of smp::tensor_parallelism), which "
                    "only layers that ranks divide can follow. Set \"tensor_parallel_degree\", or "
@@ -302,7 +307,8 @@ void check_same_kernels(Runtime& runtime) {
   for (size_t r = 0; r < all.size(); ++r) {
     SMP_CHECK_WITH(UsageError, all[r] == all[0],
                    "the ranks of a tensor-parallel group would round differently what all of them "
-                   "compute: tp rank 0 computes with ", all[0], ", tp rank ", r, " with ", all[r],
+                   "compute: tp rank 0 computes with ",
+                   all[0], ", tp rank ", r, " with ", all[r],
                    ". On all of them, set one number of threads (OMP_NUM_THREADS, "
                    "at::set_num_threads) and one ATEN_CPU_CAPABILITY");
   }

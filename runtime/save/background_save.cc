@@ -134,8 +134,8 @@ std::shared_ptr<BackgroundSave> CheckpointContext::start(std::function<void()> w
 RemovableHandle register_extra(const std::shared_ptr<Runtime>& runtime, const std::string& call,
                                const std::string& name, CheckpointContext::Extra extra) {
   auto& context = CheckpointContext::of(*runtime);
-  SMP_CHECK_WITH(UsageError, context.extras.count(name) == 0, call, " was called twice for \"", name,
-                 "\": give each state a name of its own");
+  SMP_CHECK_WITH(UsageError, context.extras.count(name) == 0, call, " was called twice for \"",
+                 name, "\": give each state a name of its own");
   const auto waiting = context.unclaimed.find(name);
   if (extra.check && waiting != context.unclaimed.end()) {
     extra.check(waiting->second);

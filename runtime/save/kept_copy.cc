@@ -66,11 +66,12 @@ std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
   const auto folder = core::env(core::kRecoveryDirVariable);
   const auto all = comm::all_gather_bytes(world, folder.value_or(""));
   const auto without = std::find(all.begin(), all.end(), "");
-  SMP_CHECK_WITH(ConfigError, without == all.end(), "config key \"recovery\": \"",
-                 config.recovery(), "\" needs a launcher that starts the job again, and ",
-                 core::kRecoveryDirVariable, ", the folder for what it goes on from, is not set (on rank ",
-                 without - all.begin(), "). Start the program by smprun, or by torchrun with that "
-                 "variable (docs/recovery.md)");
+  SMP_CHECK_WITH(
+      ConfigError, without == all.end(), "config key \"recovery\": \"", config.recovery(),
+      "\" needs a launcher that starts the job again, and ", core::kRecoveryDirVariable,
+      ", the folder for what it goes on from, is not set (on rank ", without - all.begin(),
+      "). Start the program by smprun, or by torchrun with that "
+      "variable (docs/recovery.md)");
   return std::make_shared<CopyHolders>(CopyHolders::find(*folder, world));
 }
 

@@ -94,11 +94,10 @@ class Load {
     });
     const size_t digits = reader_->index().checksum.size();
     for (size_t r = 0; r < identities.size(); ++r) {
-      SMP_CHECK_WITH(CheckpointError,
-                     identities[r].compare(0, digits, identities[0], 0, digits) == 0,
-                     "ranks load different checkpoints: rank 0 that of checksum ", identities[0],
-                     ", rank ", r, " that of ", identities[r],
-                     ". All ranks must load the same files.");
+      SMP_CHECK_WITH(
+          CheckpointError, identities[r].compare(0, digits, identities[0], 0, digits) == 0,
+          "ranks load different checkpoints: rank 0 that of checksum ", identities[0], ", rank ", r,
+          " that of ", identities[r], ". All ranks must load the same files.");
     }
     check_bytes(with_optimizer() || options_.convert() || !averages_.empty() ||
                 !program_tensors_of(runtime_, parts_.models()).empty() ||

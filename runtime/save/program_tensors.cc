@@ -43,14 +43,13 @@ OptimizerState ProgramTensors::local_state() const {
                    "\" is no parameter that this rank owns. Give tensors by the names of "
                    "model->local_named_parameters()");
     const at::Tensor& tensor = item.value();
-    SMP_CHECK_WITH(UsageError,
-                   tensor.defined() && tensor.sizes() == entry->tensor.sizes() && !entry->shard(),
-                   "the tensors \"", name_, "\" of a checkpoint: expected for \"",
-                   core::printable(item.key()), "\" one of the sizes ", entry->tensor.sizes(),
-                   " of the parameter, got ",
-                   tensor.defined() ? c10::str(tensor.sizes()) : "an undefined one",
-                   ". They are divided as the parameters are, whole on each replica: with sharded "
-                   "data parallelism there is no such tensor");
+    SMP_CHECK_WITH(
+        UsageError, tensor.defined() && tensor.sizes() == entry->tensor.sizes() && !entry->shard(),
+        "the tensors \"", name_, "\" of a checkpoint: expected for \"", core::printable(item.key()),
+        "\" one of the sizes ", entry->tensor.sizes(), " of the parameter, got ",
+        tensor.defined() ? c10::str(tensor.sizes()) : "an undefined one",
+        ". They are divided as the parameters are, whole on each replica: with sharded "
+        "data parallelism there is no such tensor");
     state.params[entry->name] = {
         entry->tensor.sizes().vec(), {{checkpoint::tensors_field(name_), tensor}}, ""};
   }
@@ -78,11 +77,12 @@ std::vector<ProgramTensors::Stored> ProgramTensors::stored_in(
 
 void ProgramTensors::check(const checkpoint::Index& index, const std::string& path,
                            bool strict) const {
-  SMP_CHECK_WITH(CheckpointError, !stored_in(index).empty() || !strict, "checkpoint \"",
-                 core::printable(path), "\" holds no tensors \"", name_,
-                 "\" that fit the model's parameters: they were not registered when it was written, or it "
-                 "is a full checkpoint, which has the model alone. Load with strict = false to go "
-                 "on without");
+  SMP_CHECK_WITH(
+      CheckpointError, !stored_in(index).empty() || !strict, "checkpoint \"", core::printable(path),
+      "\" holds no tensors \"", name_,
+      "\" that fit the model's parameters: they were not registered when it was written, or it "
+      "is a full checkpoint, which has the model alone. Load with strict = false to go "
+      "on without");
 }
 
 void ProgramTensors::load(std::shared_ptr<checkpoint::Reader> reader) {

@@ -413,10 +413,11 @@ void begin_saving(Runtime& runtime, const std::string& call) {
 }  // namespace
 
 void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
-  SMP_CHECK_WITH(UsageError, runtime.current_step.adding_up == nullptr, call,
-                 " was called while sums of gradients wait for later steps "
-                 "(backward_passes_per_step), which are in no checkpoint. Call it after the last of "
-                 "the steps that add up");
+  SMP_CHECK_WITH(
+      UsageError, runtime.current_step.adding_up == nullptr, call,
+      " was called while sums of gradients wait for later steps "
+      "(backward_passes_per_step), which are in no checkpoint. Call it after the last of "
+      "the steps that add up");
 }
 
 void check_no_common_parameters(const std::vector<Optimizer*>& optimizers,

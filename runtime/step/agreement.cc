@@ -216,8 +216,8 @@ std::vector<std::string> check_agreement(comm::Communicator& group, const StepTr
   const bool same_constants =
       first.constants == second.constants && first.overrides == second.overrides;
   SMP_CHECK_WITH(UsageError, same_constants, "step function \"", step.name,
-                 "\" has other constants on ", ranks, ". First difference: \"", a,
-                 "\" against \"", b,
+                 "\" has other constants on ", ranks, ". First difference: \"", a, "\" against \"",
+                 b,
                  "\". Numbers such as a loss weight must be the same on all ranks of a pipeline");
   core::fail<UsageError>("step function \"", step.name, "\" was given different batches on ", ranks,
                          ". All ranks of a pipeline must pass the same inputs; shard data by ",

@@ -27,8 +27,8 @@ void check_alike(comm::Communicator& group, const std::vector<at::Tensor>& mine,
   const size_t other = first_other(all);
   SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
                  "\" was given inputs of other shapes on the ranks of a tensor-parallel group, "
-                 "which run the batches of all together: tp rank 0 has ", all[0], ", tp rank ",
-                 other, " has ", all[other],
+                 "which run the batches of all together: tp rank 0 has ",
+                 all[0], ", tp rank ", other, " has ", all[other],
                  ". Give them batches of one size and order in memory (contiguous()), or one batch "
                  "and \"prescaled_batch\": true");
 }

@@ -75,7 +75,8 @@ std::vector<partitioner::CheckpointedModules> checkpointed_modules(const Runtime
     // Ranks that are threads have models of their own, of which the others know nothing.
     if (!path && request.runtime.lock().get() != &runtime) continue;
     SMP_CHECK_WITH(UsageError, path.has_value(), "smp::set_activation_checkpointing: module ",
-                   request.name, " is not inside a module that a DistributedModel wraps. Register "
+                   request.name,
+                   " is not inside a module that a DistributedModel wraps. Register "
                    "it with register_module, and wrap the model before the first step");
     partitioner::CheckpointedModules modules;
     modules.group = request.group;

@@ -69,7 +69,8 @@ void check_same_first_step(const Runtime& runtime, const graph::Graph& graph, in
   check_same_microbatches(counts, step_name, "Replicas share one plan, which the first step makes");
   const size_t other = first_other(graphs);
   SMP_CHECK_WITH(UsageError, other == 0, "step function \"", step_name,
-                 "\" calls other operators on rank ", other, " than on rank 0 in its first step. "
+                 "\" calls other operators on rank ", other,
+                 " than on rank 0 in its first step. "
                  "All replicas must begin with the same step function on inputs of the same shape");
 }
 

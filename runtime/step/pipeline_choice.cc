@@ -130,17 +130,18 @@ class StepPlanner {
                    ranks_, ". Set \"partitions\" as the file needs it, or write another file.");
     const bool fits = schedule.rank_of_stage() == options_.rank_of_stage() &&
                       schedule.microbatches() == options_.microbatches();
-    SMP_CHECK_WITH(ConfigError, fits, *config_.schedule_file(), ": the schedule is for ", schedule.stages(),
-                   " stages on ranks ", c10::Join(",", schedule.rank_of_stage()), " and ",
-                   schedule.microbatches(), " microbatches, the step has ", options_.stages(),
-                   " stages on ranks ", c10::Join(",", options_.rank_of_stage()), " and ",
-                   options_.microbatches(),
+    SMP_CHECK_WITH(ConfigError, fits, *config_.schedule_file(), ": the schedule is for ",
+                   schedule.stages(), " stages on ranks ", c10::Join(",", schedule.rank_of_stage()),
+                   " and ", schedule.microbatches(), " microbatches, the step has ",
+                   options_.stages(), " stages on ranks ", c10::Join(",", options_.rank_of_stage()),
+                   " and ", options_.microbatches(),
                    ". Set \"microbatches\" and \"virtual_stages\" as the file needs them, or write "
                    "another file.");
     schedule = pipeline::without_backwards(schedule, options_.backward_of_stage());
-    SMP_CHECK_WITH(ConfigError, schedule.backward_of_stage() == options_.backward_of_stage(),
-                   *config_.schedule_file(),
-                   ": the schedule has no backward of some stages that need one. Write another file.");
+    SMP_CHECK_WITH(
+        ConfigError, schedule.backward_of_stage() == options_.backward_of_stage(),
+        *config_.schedule_file(),
+        ": the schedule has no backward of some stages that need one. Write another file.");
     return pipeline::is_compute_order(schedule) ? pipeline::lower(schedule, options_.edges())
                                                 : std::move(schedule);
   }

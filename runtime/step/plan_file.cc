@@ -33,8 +33,9 @@ void save(const Runtime& runtime, const graph::Graph& graph, const partitioner::
   if (runtime.rank() != 0) return;
   std::ofstream out(path, std::ios::binary);
   out << partitioner::plan_to_json(graph, plan) << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), path, ": cannot write the partition: ",
-                 std::strerror(errno), ". Give \"partition_file\" a path that can be written.");
+  SMP_CHECK_WITH(ConfigError, out.good(), path,
+                 ": cannot write the partition: ", std::strerror(errno),
+                 ". Give \"partition_file\" a path that can be written.");
 }
 
 /// The file's plan as the one to keep, if it is for this graph and these partitions.

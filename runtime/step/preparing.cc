@@ -73,8 +73,10 @@ void settle_device(Runtime& runtime) {
   }
   const auto kinds = comm::all_gather_bytes(*runtime.world(), c10::DeviceTypeName(device.type()));
   const size_t other = first_other(kinds);
-  SMP_CHECK_WITH(UsageError, other == 0, "the ranks compute on different kinds of devices: rank 0 "
-                 "on ", kinds[0], ", rank ", other, " on ", kinds[other],
+  SMP_CHECK_WITH(UsageError, other == 0,
+                 "the ranks compute on different kinds of devices: rank 0 "
+                 "on ",
+                 kinds[0], ", rank ", other, " on ", kinds[other],
                  ". Call smp::set_device on every rank or on none");
   runtime.use_device(device);
 }

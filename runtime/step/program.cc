@@ -171,10 +171,12 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
 }
 
 void Program::begin_training(const std::string& name) {
-  SMP_CHECK_WITH(UsageError, runtime_->current_step.adding_up == nullptr || runtime_->current_step.adding_up == this,
-                 "with backward_passes_per_step, the steps whose gradients add up must run the "
-                 "same operators, but this one runs others than the one before. Call the same step "
-                 "function with inputs of the same shapes, or use one backward pass a step");
+  SMP_CHECK_WITH(
+      UsageError,
+      runtime_->current_step.adding_up == nullptr || runtime_->current_step.adding_up == this,
+      "with backward_passes_per_step, the steps whose gradients add up must run the "
+      "same operators, but this one runs others than the one before. Call the same step "
+      "function with inputs of the same shapes, or use one backward pass a step");
   make_gradients();
   begin_together(runtime_->replica_join->begin_step(shared_from_this(), name));
 }

@@ -111,8 +111,7 @@ void StepFunction::check_positions(int count) const {
   const auto check = [&](int position, const char* option) {
     SMP_CHECK_WITH(UsageError, position >= 0 && position < count, "step function \"", name_,
                    "\": StepOptions().", option, " names argument ", position,
-                   ", but the function is called with ", count,
-                   ". Arguments are counted from 0");
+                   ", but the function is called with ", count, ". Arguments are counted from 0");
   };
   for (int position : options_.non_split_inputs()) check(position, "non_split_inputs");
   for (const auto& [position, axis] : options_.input_split_axes()) {
@@ -177,12 +176,12 @@ StepCall StepFunction::from_source(StepCall call) const {
 
 StepFunction::Batches StepFunction::exchange(StepCall call) const {
   if (runtime_->batches() == 1) return {std::move(call)};
-  SMP_CHECK_WITH(UsageError, !runs_each_microbatch(call), "step function \"", name_,
-                 "\": ",
-                 call.per_microbatch ? "an argument slices itself (smp_slice)"
-                                     : "it draws for each microbatch (\"guard\")",
-                 ", so the ranks of a tensor-parallel group cannot be given each other's. Give them "
-                 "one batch and set \"prescaled_batch\": true");
+  SMP_CHECK_WITH(
+      UsageError, !runs_each_microbatch(call), "step function \"", name_, "\": ",
+      call.per_microbatch ? "an argument slices itself (smp_slice)"
+                          : "it draws for each microbatch (\"guard\")",
+      ", so the ranks of a tensor-parallel group cannot be given each other's. Give them "
+      "one batch and set \"prescaled_batch\": true");
   Batches batches;
   for (auto& tensors : exchange_batches(*runtime_->group(CommGroup::kTp), call.tensors, name_)) {
     batches.push_back(call);
@@ -276,9 +275,8 @@ void StepFunction::check_written_inputs(const StepCall& call, const graph::Graph
       if (i == j || !tensors[i].is_alias_of(tensors[j])) continue;
       if (!aliases) aliases.emplace(graph);
       SMP_CHECK_WITH(UsageError, !aliases->of(static_cast<graph::ValueId>(i)).is_written(),
-                     "step function \"", name_, "\": input tensor ",
-                     call.places[i], ", which it writes in place, shares memory with input tensor ",
-                     call.places[j],
+                     "step function \"", name_, "\": input tensor ", call.places[i],
+                     ", which it writes in place, shares memory with input tensor ", call.places[j],
                      ", which would not see that. Pass x.clone() for one of them, or make a new "
                      "tensor: y = x * 2 instead of x.mul_(2)");
     }
@@ -407,12 +405,12 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
   if (leaves_results && !runs_each_microbatch(call)) check_no_state(call, inputs);
   for (size_t m = 1; runs_each_microbatch(call) && m < inputs.size(); ++m) {
     auto next = trace_one(call, static_cast<int>(m), inputs[m], false);
-    SMP_CHECK_WITH(CaptureError, next.match == matched, "step function \"", name_,
-                   "\" calls other operators on microbatch ", m, " than on microbatch 0: ",
-                   next.difference,
-                   ". Between microbatches numbers and contents may differ, by an object that "
-                   "slices itself (smp_slice) or with \"guard\": \"every_microbatch\", but all take "
-                   "the same way");
+    SMP_CHECK_WITH(
+        CaptureError, next.match == matched, "step function \"", name_,
+        "\" calls other operators on microbatch ", m, " than on microbatch 0: ", next.difference,
+        ". Between microbatches numbers and contents may differ, by an object that "
+        "slices itself (smp_slice) or with \"guard\": \"every_microbatch\", but all take "
+        "the same way");
     traced.constants.push_back(std::move(next.constants));
     traced.contents.push_back(std::move(next.contents));
   }
@@ -507,11 +505,11 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
                                               const std::vector<std::vector<at::Tensor>>& inputs) {
   Prepared& prepared = programs_[{traced.found.get(), microbatches_run(call)}];
   if (prepared.program != nullptr) return prepared;
-  SMP_CHECK_WITH(UsageError,
-                 !traced.found->trains() || runtime_->config().pipeline() != "_only_forward",
-                 "step function \"", name_,
-                 "\" calls model->backward, and \"pipeline\": \"_only_forward\" runs forwards only. "
-                 "Leave out backward, or choose a schedule that has it (\"interleaved\")");
+  SMP_CHECK_WITH(
+      UsageError, !traced.found->trains() || runtime_->config().pipeline() != "_only_forward",
+      "step function \"", name_,
+      "\" calls model->backward, and \"pipeline\": \"_only_forward\" runs forwards only. "
+      "Leave out backward, or choose a schedule that has it (\"interleaved\")");
   const bool is_fewer = call.microbatches < microbatches();
   if (is_fewer && runtime_->rank() == 0 && told_.insert(call.microbatches).second) {
     core::log_info(c10::str("step function \"", name_, "\" cuts a batch into ", call.microbatches,

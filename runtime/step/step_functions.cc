@@ -29,9 +29,10 @@ std::string StepFunctions::add(const std::string& name) {
   const bool named = !name.empty();
   const std::string full = named ? name : "step " + std::to_string(unnamed_++);
   const bool is_new = alive_.emplace(full, named).second;
-  SMP_CHECK_WITH(UsageError, is_new, "two step functions are called \"", full,
-                 "\", and a step function draws its random numbers by its name. Give each a name of "
-                 "its own: StepOptions().name(\"evaluate\")");
+  SMP_CHECK_WITH(
+      UsageError, is_new, "two step functions are called \"", full,
+      "\", and a step function draws its random numbers by its name. Give each a name of "
+      "its own: StepOptions().name(\"evaluate\")");
   calls_.try_emplace(full, 0);
   return full;
 }
@@ -68,8 +69,10 @@ void StepFunctions::check_resumed(const std::string& name) const {
     return saved.second > 0 && alive_.count(saved.first) == 0;
   });
   SMP_CHECK_WITH(CheckpointError, missing == resumed_.end(), "step function \"", name,
-                 "\" is not in checkpoint \"", resumed_path_, "\", from which this run goes on, "
-                 "and \"", missing->first, "\" of the checkpoint (", missing->second,
+                 "\" is not in checkpoint \"", resumed_path_,
+                 "\", from which this run goes on, "
+                 "and \"",
+                 missing->first, "\" of the checkpoint (", missing->second,
                  " calls) is not in the program. Give step functions the names that they had when "
                  "the checkpoint was written, or make that one before the first step");
 }

@@ -64,10 +64,11 @@ class Gradients {
 
   void add(size_t position, const at::Tensor& parameter) {
     const auto* entry = runtime_.table().find(parameter);
-    SMP_CHECK_WITH(UsageError, entry != nullptr && entry->is_parameter(),
-                   call_, ": tensor ", position, " of shape ", parameter.sizes(),
-                   " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
-                   "of them (not those of virtual_named_parameters())");
+    SMP_CHECK_WITH(
+        UsageError, entry != nullptr && entry->is_parameter(), call_, ": tensor ", position,
+        " of shape ", parameter.sizes(),
+        " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
+        "of them (not those of virtual_named_parameters())");
     listed_.push_back({parameter, entry});
   }
 
@@ -131,7 +132,8 @@ double clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_nor
   const double value = norm.item<double>();
   SMP_CHECK_WITH(UsageError, !error_if_nonfinite || std::isfinite(value),
                  "smp::clip_grad_norm_: the norm of order ", norm_type, " of the gradients is ",
-                 value, ", so they cannot be clipped. Nothing was changed. Skip this step, look for "
+                 value,
+                 ", so they cannot be clipped. Nothing was changed. Skip this step, look for "
                  "the loss that is not finite, or pass error_if_nonfinite = false to scale them "
                  "anyway");
   const UpdateWatch::OwnScaling own;

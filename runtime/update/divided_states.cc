@@ -45,8 +45,8 @@ json describe(const comm::Sharding& sharding, int rank, const OptimizerState::Pa
 /// Refuses fields that replicas cannot put together.
 void check_elementwise(const std::string& name, const json& state) {
   for (const auto& [field, text] : state[kFields].items()) {
-    SMP_CHECK_WITH(UsageError, text.is_number(), "cannot save the optimizer's state of parameter \"",
-                   name,
+    SMP_CHECK_WITH(UsageError, text.is_number(),
+                   "cannot save the optimizer's state of parameter \"", name,
                    "\": with \"shard_optimizer_state\" each of its tensors has an element for each "
                    "of the parameter's, but \"",
                    field, "\" is ", text.get<std::string>(),
@@ -80,8 +80,7 @@ json agree_on_states(const Runtime& runtime, CommGroup over, comm::Communicator&
       const json got = all[r].value(entry->name, json());
       SMP_CHECK_WITH(UsageError, got == expected, "the optimizer's state of parameter \"",
                      entry->name, "\" differs between ranks that divide it: expected ",
-                     expected.dump(), ", rank ", rank, " has ",
-                     got.is_null() ? "none" : got.dump(),
+                     expected.dump(), ", rank ", rank, " has ", got.is_null() ? "none" : got.dump(),
                      ". Call optimizer.step() on all ranks alike");
     }
     if (over == CommGroup::kRdp) check_elementwise(entry->name, expected);

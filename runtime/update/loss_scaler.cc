@@ -15,7 +15,8 @@ namespace {
 using nlohmann::json;
 
 void check(bool ok, const char* name, double got, const char* expected) {
-  SMP_CHECK_WITH(UsageError, ok, "the options of a loss scale are wrong: ", name, " must be ", expected, ", got ", got);
+  SMP_CHECK_WITH(UsageError, ok, "the options of a loss scale are wrong: ", name, " must be ",
+                 expected, ", got ", got);
 }
 
 LossScaleOptions checked(const LossScaleOptions& options) {

@@ -232,13 +232,14 @@ void Optimizer::check_loadable(const OptimizerState& saved, const std::string& p
     problems += Groups::only("missing", groups.own, groups.saved) +
                 Groups::only("unexpected", groups.saved, groups.own) + groups.unequal();
   }
-  SMP_CHECK_WITH(CheckpointError, problems.empty(),
-                 "checkpoint \"", path, "\" does not fit the optimizer:", problems,
+  SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", path,
+                 "\" does not fit the optimizer:", problems,
                  "\nNothing was loaded. Build the optimizer as it was when it was saved",
-                 strict ? ", or load with strict = false, by which parameters that only one of them "
-                          "has are left out, and every group takes what was saved with its "
-                          "parameters"
-                        : "");
+                 strict
+                     ? ", or load with strict = false, by which parameters that only one of them "
+                       "has are left out, and every group takes what was saved with its "
+                       "parameters"
+                     : "");
   const auto names = parameter_names(*runtime_);
   OptimizerState rehearsal{{}, saved.groups};
   for_each_named(optimizer_, *runtime_,
@@ -260,9 +261,10 @@ void Optimizer::check_fits(const OptimizerState& state) const {
   const Groups groups = compare_groups(state.groups);
   const std::string problems =
       Groups::only("unexpected", groups.saved, groups.own) + other_shapes(state) + groups.unequal();
-  SMP_CHECK_WITH(CheckpointError, problems.empty(),
-                 "the state dictionary does not fit the optimizer:", problems,
-                 "\nNothing was loaded. Build the optimizer as it was when the dictionary was made");
+  SMP_CHECK_WITH(
+      CheckpointError, problems.empty(),
+      "the state dictionary does not fit the optimizer:", problems,
+      "\nNothing was loaded. Build the optimizer as it was when the dictionary was made");
   if (runtime_->partitioned()) {
     check_complete(state, [this](const std::string& name) { return runtime_->owns(name); });
   }

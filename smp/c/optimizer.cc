@@ -156,11 +156,11 @@ Setters<CommonOptions> setters_of(const CommonOptions&) {
 std::optional<LossScaleOptions> loss_scale_of(const std::string& name,
                                               const CommonOptions& options) {
   const bool is_dynamic = options.dynamic_loss_scale;
-  SMP_CHECK_WITH(ConfigError, !is_dynamic || !options.static_loss_scale,
-                 source_of(name), ": static_loss_scale and dynamic_loss_scale were both given. Give ",
+  SMP_CHECK_WITH(ConfigError, !is_dynamic || !options.static_loss_scale, source_of(name),
+                 ": static_loss_scale and dynamic_loss_scale were both given. Give ",
                  "one of them");
-  SMP_CHECK_WITH(ConfigError, is_dynamic || !options.dynamic_loss_args,
-                 source_of(name), ": dynamic_loss_args were given, and the loss scale is not dynamic. ",
+  SMP_CHECK_WITH(ConfigError, is_dynamic || !options.dynamic_loss_args, source_of(name),
+                 ": dynamic_loss_args were given, and the loss scale is not dynamic. ",
                  "Give \"dynamic_loss_scale\": true, too, or leave them out");
   if (!is_dynamic && !options.static_loss_scale) return std::nullopt;
   return LossScaleOptions()

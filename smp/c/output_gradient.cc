@@ -75,10 +75,11 @@ OutputGradientScope::OutputGradientScope(OutputGradient function) : function_(st
   SMP_CHECK_WITH(UsageError, runtime.config().replay_check() == 0,
                  "a step whose gradients the caller gives cannot run again, as the configuration's "
                  "\"replay_check\" wants it. Leave that at 0");
-  SMP_CHECK_WITH(UsageError, runtime.batches() == 1,
-                 "with \"tensor_parallel_degree\" above 1 a rank runs the batches of others, too, of "
-                 "which a caller that gives gradients knows nothing. Set \"prescaled_batch\": true, "
-                 "and give all ranks of a tensor-parallel group the same batch");
+  SMP_CHECK_WITH(
+      UsageError, runtime.batches() == 1,
+      "with \"tensor_parallel_degree\" above 1 a rank runs the batches of others, too, of "
+      "which a caller that gives gradients knows nothing. Set \"prescaled_batch\": true, "
+      "and give all ranks of a tensor-parallel group the same batch");
   current = {&function_, -1};
   runtime.execution.observers.push_back(&observer);
 }

@@ -159,7 +159,8 @@ void Session::set_device(at::Device device) {
 }
 
 void Session::load(const std::string& train, const std::string& eval) {
-  SMP_CHECK_WITH(UsageError, !model_, "the session has a model already, and it has one. Begin "
+  SMP_CHECK_WITH(UsageError, !model_,
+                 "the session has a model already, and it has one. Begin "
                  "another session for another model");
   model_.emplace(std::make_shared<Program>(ExportedPrograms().train(train).eval(eval)));
   program_ = eval.empty() ? train : eval;

@@ -52,8 +52,9 @@ T& checked_element(T* tensors, int64_t index, const char* what) {
   check_size(tensors->struct_size, text_of(what, 0));
   T& tensor = *element(tensors, index);
   SMP_CHECK_WITH(UsageError, tensor.struct_size == tensors->struct_size, text_of(what, index),
-                 ": struct_size is ", tensor.struct_size, ", and that of ", text_of(what, 0), " is ",
-                 tensors->struct_size, ". Set it in each of an array to sizeof(smp_tensor)");
+                 ": struct_size is ", tensor.struct_size, ", and that of ", text_of(what, 0),
+                 " is ", tensors->struct_size,
+                 ". Set it in each of an array to sizeof(smp_tensor)");
   return tensor;
 }
 
@@ -125,8 +126,9 @@ void check_apart(const at::Tensor& view, const std::string& what) {
   std::sort(dims.begin(), dims.end());
   int64_t last = 0;
   for (const auto& [stride, size] : dims) {
-    SMP_CHECK_WITH(UsageError, stride > last, what, ": with strides ", view.strides(), " and sizes ",
-                   view.sizes(), " elements lie on each other. Give each a place of its own");
+    SMP_CHECK_WITH(UsageError, stride > last, what, ": with strides ", view.strides(),
+                   " and sizes ", view.sizes(),
+                   " elements lie on each other. Give each a place of its own");
     last += stride * (size - 1);
   }
 }
@@ -163,8 +165,8 @@ void write_tensor(const at::Tensor& result, smp_tensor& place, const std::string
   }
   const at::Tensor view = view_of(tensor, what);
   SMP_CHECK_WITH(UsageError,
-                 view.sizes() == result.sizes() && view.scalar_type() == result.scalar_type(),
-                 what, ": the model returns ", result.scalar_type(), " of sizes ", result.sizes(),
+                 view.sizes() == result.sizes() && view.scalar_type() == result.scalar_type(), what,
+                 ": the model returns ", result.scalar_type(), " of sizes ", result.sizes(),
                  ", and there is memory for ", view.scalar_type(), " of sizes ", view.sizes(),
                  ". With data = NULL the call fills in dtype and sizes");
   check_apart(view, what);
@@ -240,7 +242,8 @@ DescribedArray::DescribedArray(const std::vector<at::Tensor>& tensors, int64_t s
 }
 
 void store(const smp_tensor& described, smp_tensor* tensor) {
-  SMP_CHECK_WITH(UsageError, tensor != nullptr, "the place for a tensor is NULL. Pass the address "
+  SMP_CHECK_WITH(UsageError, tensor != nullptr,
+                 "the place for a tensor is NULL. Pass the address "
                  "of an smp_tensor");
   check_size(tensor->struct_size, "the place for a tensor");
   write_members(described, tensor, tensor->struct_size);

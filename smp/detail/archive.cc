@@ -20,9 +20,10 @@ const char* Reader::take(size_t bytes) {
 size_t Reader::count(size_t bytes_each) {
   uint64_t number = 0;
   raw(&number, sizeof number);
-  SMP_CHECK_WITH(CommError, number <= left_ / bytes_each,
-                 "an object that was received announces ", number,
-                 " elements, more than its bytes hold. Its serialize function must name the same fields on all ranks.");
+  SMP_CHECK_WITH(CommError, number <= left_ / bytes_each, "an object that was received announces ",
+                 number,
+                 " elements, more than its bytes hold. Its serialize function must name the same "
+                 "fields on all ranks.");
   return number;
 }
 
@@ -30,8 +31,8 @@ void Codec<at::Tensor>::write(Writer& writer, const at::Tensor& value) {
   writer(value.defined());
   if (!value.defined()) return;
   SMP_CHECK_WITH(UsageError, value.layout() == c10::kStrided && !value.is_quantized(),
-                 "expected a dense tensor to send as an object, got one of layout ",
-                 value.layout(), ". Send its parts, or to_dense() of it.");
+                 "expected a dense tensor to send as an object, got one of layout ", value.layout(),
+                 ". Send its parts, or to_dense() of it.");
   const at::NoGradGuard no_grad;
   const at::Tensor plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous();
   writer(plain.scalar_type(), plain.sizes().vec(), value.requires_grad());
@@ -65,8 +66,8 @@ void Codec<c10::IValue>::read(Reader& reader, c10::IValue& value) {
 void check_type(Reader& reader, const std::string& expected, const std::string& source) {
   std::string type;
   reader(type);
-  SMP_CHECK_WITH(CommError, type == expected, "expected an object of type ", expected,
-                 " from ", source, ", got one of type ", type,
+  SMP_CHECK_WITH(CommError, type == expected, "expected an object of type ", expected, " from ",
+                 source, ", got one of type ", type,
                  ". Receive the type that is sent; ranks must run the same program.");
 }
 

@@ -58,10 +58,11 @@ c10::IValue with_tensors(const c10::IValue& value, const std::vector<at::Tensor>
 }
 
 void check_same_structure(bool same) {
-  SMP_CHECK_WITH(UsageError, same,
-                 "a step function has returned a list, map, optional, pointer or variant of another "
-                 "kind or length for one microbatch than for another. Return the same structure "
-                 "for all microbatches of a call");
+  SMP_CHECK_WITH(
+      UsageError, same,
+      "a step function has returned a list, map, optional, pointer or variant of another "
+      "kind or length for one microbatch than for another. Return the same structure "
+      "for all microbatches of a call");
 }
 
 }  // namespace smp::detail

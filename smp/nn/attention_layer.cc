@@ -54,9 +54,9 @@ void DistributedAttentionLayerImpl::reset() {
   check_block(kName, options.pre_layernorm(), options.post_layernorm(), options.optimize());
   check_divides(kName, "num_attention_heads", options.num_attention_heads(),
                 tensor_group()->size());
-  SMP_CHECK_WITH(UsageError, !options.query_key_layer_scaling() || options.layer_idx().value_or(-1) >= 0,
- kName,
-                 ": query_key_layer_scaling needs layer_idx, the number of the layer from 0. Set it");
+  SMP_CHECK_WITH(
+      UsageError, !options.query_key_layer_scaling() || options.layer_idx().value_or(-1) >= 0,
+      kName, ": query_key_layer_scaling needs layer_idx, the number of the layer from 0. Set it");
   const Block<DistributedAttentionLayerOptions> block{options};
   const int64_t channels = options.num_attention_heads() * options.attention_head_size();
   if (options.pre_layernorm()) {

@@ -40,9 +40,8 @@ at::Tensor FlashAttentionLayerImpl::forward(const at::Tensor& qkv, const at::Ten
   const bool fits = qkv.dim() == 5 && qkv.size(2) == 3 &&
                     qkv.size(4) == options.attention_head_size().value_or(qkv.size(4));
   SMP_CHECK_WITH(UsageError, fits, "FlashAttentionLayer: expected [N, S, 3, heads, ",
-                 options.attention_head_size()
-                     ? std::to_string(*options.attention_head_size())
-                     : std::string("channels"),
+                 options.attention_head_size() ? std::to_string(*options.attention_head_size())
+                                               : std::string("channels"),
                  "], got ", qkv.sizes(), ". Stack queries, keys and values along dimension 2");
   const std::vector<at::Tensor> parts = qkv.permute({2, 0, 3, 1, 4}).unbind(0);
   const at::Tensor& query = parts[0];

@@ -143,8 +143,7 @@ void DistributedEmbeddingImpl::reset() {
   ranks_ = tensor_group()->size();
   check_divides("DistributedEmbedding", "embedding_dim", options.embedding_dim(), ranks_);
   const double norm_type = options.norm_type();
-  SMP_CHECK_WITH(UsageError,
-                 !options.max_norm() || (std::isfinite(norm_type) && norm_type > 0),
+  SMP_CHECK_WITH(UsageError, !options.max_norm() || (std::isfinite(norm_type) && norm_type > 0),
                  "DistributedEmbedding: norm_type must be finite and above 0, got ", norm_type);
   options.padding_idx(
       checked_padding("DistributedEmbedding", options.padding_idx(), options.num_embeddings()));

@@ -67,9 +67,8 @@ void DistributedTransformerOutputLayerImpl::reset() {
   check_divides(kOutputLayer, "intermediate_size", options.intermediate_size(),
                 tensor_group()->size());
   const std::string& activation = options.activation();
-  SMP_CHECK_WITH(UsageError,
-                 activation == kGelu || activation == kGeluNew || activation == kRelu, kOutputLayer,
-                 ": activation is \"", activation,
+  SMP_CHECK_WITH(UsageError, activation == kGelu || activation == kGeluNew || activation == kRelu,
+                 kOutputLayer, ": activation is \"", activation,
                  "\". Choose \"gelu\", \"gelu_new\" or \"relu\"");
   const Block<DistributedTransformerOutputLayerOptions> block{options};
   if (options.pre_layernorm()) {

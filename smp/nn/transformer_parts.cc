@@ -38,8 +38,7 @@ void check_block(const char* module, bool pre_layernorm, bool post_layernorm,
                  ": pre_layernorm and post_layernorm are both false. At least one of them must be "
                  "true");
   SMP_CHECK_WITH(UsageError, !optimize || *optimize == "speed" || *optimize == "memory", module,
-                 ": optimize is \"", optimize.value_or(""),
-                 "\". Choose \"speed\" or \"memory\"");
+                 ": optimize is \"", optimize.value_or(""), "\". Choose \"speed\" or \"memory\"");
 }
 
 bool slices(const char* module, const std::optional<std::string>& optimize, int64_t length) {

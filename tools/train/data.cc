@@ -20,8 +20,8 @@ at::Tensor map_file(const std::string& path) {
   std::error_code error;
   const bool is_file = std::filesystem::is_regular_file(path, error);
   const auto size = is_file ? static_cast<int64_t>(std::filesystem::file_size(path, error)) : 0;
-  SMP_CHECK_WITH(CheckpointError, size > 0, "cannot read the data \"", path, "\": ",
-                 is_file ? "it is empty" : "there is no such file",
+  SMP_CHECK_WITH(CheckpointError, size > 0, "cannot read the data \"", path,
+                 "\": ", is_file ? "it is empty" : "there is no such file",
                  ". Give the path of a file of samples");
   return at::from_file(path, /*shared=*/false, size, at::kByte);
 }
