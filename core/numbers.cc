@@ -11,16 +11,21 @@ std::vector<double> read_numbers(const std::vector<at::Tensor>& tensors) {
   std::vector<double> numbers(tensors.size());
   std::vector<at::Tensor> elsewhere;
   std::vector<size_t> places;
+  bool are_alike = true;  // in their type
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].is_cpu()) {
       numbers[i] = tensors[i].item<double>();
     } else {
-      elsewhere.push_back(tensors[i].detach().to(at::kDouble).view({1}));
+      elsewhere.push_back(tensors[i].detach().view({1}));
       places.push_back(i);
+      are_alike = are_alike && elsewhere.back().dtype() == elsewhere.front().dtype();
     }
   }
   if (elsewhere.empty()) return numbers;
-  const at::Tensor all = at::cat(elsewhere).cpu();
+  if (!are_alike) {
+    for (at::Tensor& tensor : elsewhere) tensor = tensor.to(at::kDouble);
+  }
+  const at::Tensor all = at::cat(elsewhere).cpu().to(at::kDouble);
   for (size_t i = 0; i < places.size(); ++i) {
     numbers[places[i]] = all.const_data_ptr<double>()[i];
   }

@@ -145,46 +145,36 @@ void StepGradients::finish_reduction() {
   }
 }
 
-/// Whether `.grad` has the sum's dtype.
-bool StepGradients::stays(const at::Tensor& sum, at::ScalarType parameter) const {
-  return options_.gradients_as_summed || sum.scalar_type() == parameter;
-}
-
-at::Tensor StepGradients::mean(const at::Tensor& sum, at::ScalarType parameter, bool overwrites) {
-  const bool stays = this->stays(sum, parameter);
-  if (reduces_to_means_) {
-    if (stays) return overwrites ? sum : sum.clone();
-    return sum.to(parameter);
-  }
-  const at::Tensor mean = overwrites ? sum.div_(divisor_of(sum)) : at::div(sum, divisor_of(sum));
-  return stays ? mean : mean.to(parameter);
-}
-
 std::vector<at::Tensor> StepGradients::means(std::vector<Reduced> sums) {
   std::vector<at::Tensor> result(sums.size());
+  const auto has_type = [&](const Reduced& reduced) {
+    return options_.gradients_as_summed || reduced.sum.scalar_type() == reduced.parameter;
+  };
+  const auto set = [&](size_t i, at::Tensor mean) {
+    result[i] = has_type(sums[i]) ? std::move(mean) : mean.to(sums[i].parameter);
+    sums[i].sum.reset();
+  };
   std::map<std::tuple<c10::DeviceIndex, at::ScalarType, bool>, std::vector<size_t>> lists;
   for (size_t i = 0; i < sums.size(); ++i) {
-    auto& [sum, parameter, overwrites] = sums[i];
-    if (reduces_to_means_ || !core::fits_lists(sum)) {
-      result[i] = mean(sum, parameter, overwrites);
-      sum.reset();
-    } else {
+    const at::Tensor& sum = sums[i].sum;
+    const bool overwrites = sums[i].overwrites;
+    if (reduces_to_means_) {
+      set(i, overwrites || !has_type(sums[i]) ? sum : sum.clone());
+    } else if (core::fits_lists(sum)) {
       lists[{sum.device().index(), sum.scalar_type(), overwrites}].push_back(i);
+    } else {
+      set(i, overwrites ? sum.div_(divisor_of(sum)) : at::div(sum, divisor_of(sum)));
     }
   }
   for (const auto& [key, list] : lists) {
     std::vector<at::Tensor> divided;
-    for (size_t i : list) divided.push_back(std::move(sums[i].sum));
+    for (size_t i : list) divided.push_back(sums[i].sum);
     if (std::get<bool>(key)) {
       if (divisor() != 1) at::_foreach_div_(divided, divisor());
     } else {
       divided = at::_foreach_div(divided, divisor());
     }
-    for (size_t k = 0; k < list.size(); ++k) {
-      at::Tensor mean = std::move(divided[k]);
-      const at::ScalarType parameter = sums[list[k]].parameter;
-      result[list[k]] = stays(mean, parameter) ? mean : mean.to(parameter);
-    }
+    for (size_t k = 0; k < list.size(); ++k) set(list[k], std::move(divided[k]));
   }
   return result;
 }

@@ -125,18 +125,15 @@ class StepGradients {
   /// Says that reduced sums are divided already.
   void set_reduces_to_means() { reduces_to_means_ = true; }
   bool reduces_to_means() const { return reduces_to_means_; }
-  /// A reduced sum divided, in the dtype of a parameter's `.grad`: in the sum's memory if it may be
-  /// overwritten and the dtype is the same.
-  at::Tensor mean(const at::Tensor& sum, at::ScalarType parameter, bool overwrites);
-  /// The same of several, in few kernels on a device. Frees sums as it goes.
+  /// The reduced sum of a parameter, whose memory its mean may get if that `overwrites` it.
   struct Reduced {
     at::Tensor sum;
     at::ScalarType parameter;
     bool overwrites;
   };
+  /// Reduced sums divided, in the dtype of each parameter's `.grad`, in few kernels on a device.
+  /// Frees sums as it goes.
   std::vector<at::Tensor> means(std::vector<Reduced> sums);
-  /// `divisor()` in a sum's type.
-  const at::Tensor& divisor_of(const at::Tensor& sum);
   /// Says that a shard has a sum of a parameter. Returns whether that is new.
   bool begin(int shard, size_t index);
   bool has_sum(int shard, size_t index) const { return used_[shard][index]; }
@@ -148,7 +145,8 @@ class StepGradients {
  private:
   void finish_reduction();
   void accumulate(size_t index, int microbatch, at::Tensor gradient, core::TensorUpdates& updates);
-  bool stays(const at::Tensor& sum, at::ScalarType parameter) const;
+  /// `divisor()` in a sum's type.
+  const at::Tensor& divisor_of(const at::Tensor& sum);
 
   StepGradientOptions options_;
   const int shards_;

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <set>
 #include <utility>
 
+#include "graph/leaf.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -38,6 +40,20 @@ bool may_cast(const Operator& op) {
   return op.handle.hasKernelForDispatchKey(op.mode.autocast_cpu ? Key::AutocastCPU
                                                                 : Key::AutocastCUDA) ||
          op.handle.hasKernelForDispatchKey(Key::CompositeImplicitAutograd);
+}
+
+/// Whether the operator leaves alone what autocast has cast. Those of others may cast arguments
+/// themselves, and then write the copies.
+bool leaves_casts(const Operator& op) {
+  const auto library = op.handle.operator_name().getNamespace();
+  return (library == "aten" || library == "smp") && !is_leaf(op.handle);
+}
+
+/// Whether a cast takes longer than to look whether there is one: always where a kernel is
+/// launched, on the CPU from about so many elements on.
+bool takes_long_to_cast(const TensorMeta& weight) {
+  constexpr int64_t kElements = 1 << 14;
+  return !weight.device.is_cpu() || weight.numel() >= kElements;
 }
 
 bool is_cached(const Value& value) {
@@ -80,6 +96,34 @@ std::vector<SharedCast> shared_casts(const Graph& graph) {
     if (cast.first < cast.last) shared.push_back(cast);
   }
   return shared;
+}
+
+std::vector<std::vector<ValueId>> weights_to_cast(const Graph& graph) {
+  std::set<int> weights;  // alias sets
+  for (const Value& value : graph.values) {
+    if (value.kind == ValueKind::kParameter) weights.insert(value.alias_set);
+  }
+  for (const Operator& op : graph.operators) {
+    for (int alias_set : op.writes) weights.erase(alias_set);
+  }
+  std::vector<std::vector<ValueId>> result(graph.operators.size());
+  for (size_t i = 0; i < result.size(); ++i) {
+    const Operator& op = graph.operators[i];
+    const bool is_cast = op.mode.autocast_cpu || op.mode.autocast_cuda;
+    if (!is_cast || !may_cast(op) || !leaves_casts(op)) continue;
+    std::set<int> seen;  // alias sets of views, of which nothing is cast
+    for_each_result(op, [&](ValueId id) { seen.insert(graph.values[id].alias_set); });
+    bool takes_long = false;
+    for_each_argument(op, [&](ValueId id) {
+      const Value& value = graph.values[id];
+      const bool is_weight = value.alias_set >= 0 && weights.count(value.alias_set) > 0;
+      if (!is_weight || value.meta.dtype != at::kFloat || seen.count(value.alias_set) > 0) return;
+      result[i].push_back(id);
+      takes_long |= takes_long_to_cast(value.meta);
+    });
+    if (!takes_long) result[i].clear();
+  }
+  return result;
 }
 
 }  // namespace smp::graph

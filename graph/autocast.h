@@ -25,4 +25,10 @@ struct SharedCast {
 /// All of a graph that trains; in evaluation nothing depends on how often a parameter is cast.
 std::vector<SharedCast> shared_casts(const Graph& graph);
 
+/// Per operator the arguments that autocast may cast and that are parameters, or views of them,
+/// that no operator of the graph writes; none where they are so small that it is not worth while.
+/// Leaves and operators that are neither libtorch's nor ours have none: they may cast parameters
+/// themselves, and write the result.
+std::vector<std::vector<ValueId>> weights_to_cast(const Graph& graph);
+
 }  // namespace smp::graph

@@ -86,6 +86,8 @@ class CheckpointedSegment {
   void set_residency(std::shared_ptr<ParameterResidency> residency) {
     program_->segment.set_residency(std::move(residency));
   }
+  /// The same as of `Segment`; for the second runs, too.
+  WeightCasts& casts() { return program_->segment.casts(); }
 
  private:
   struct Input {

@@ -18,21 +18,21 @@ class Coalescer {
  public:
   Coalescer(const Graph& one, const Graph& many, const BatchAxes& axes, int factor)
       : one_(one), aliases_(one), many_(many), axes_(axes), values_(one.values.size()) {
-    result_.factor = factor;
-    result_.operators.resize(one.operators.size());
+    result_.map.factor = factor;
+    result_.map.operators.resize(one.operators.size());
   }
 
   Coalesced run() {
     add_givens();
     for (size_t i = 0; i < one_.operators.size(); ++i) {
       if (axes_.role[i] == BatchRole::kPart) {
-        for (int part = 0; part < result_.factor; ++part) add_part(i, part);
+        for (int part = 0; part < result_.map.factor; ++part) add_part(i, part);
       } else {
         add_whole(i);
       }
     }
     add_ends();
-    result_.values = std::move(values_);
+    result_.map.values = std::move(values_);
     return std::move(result_);
   }
 
@@ -114,7 +114,7 @@ class Coalescer {
     }
     for (int& set : op.writes) set = sets.at(set);
     if (op.random_ordinal >= 0) op.random_ordinal = random_count_++;
-    result_.operators[index].push_back(position);
+    result_.map.operators[index].push_back(position);
     graph().operators.push_back(std::move(op));
   }
 
@@ -166,11 +166,11 @@ class Coalescer {
     TensorMeta meta = graph().values[whole].meta;
     meta.sizes[axis] = size;
     const auto position = static_cast<int>(graph().operators.size());
-    for (int part = 0; part < result_.factor; ++part) {
+    for (int part = 0; part < result_.map.factor; ++part) {
       op.results.push_back(add_value(Value(), meta, position, graph().values[whole].alias_set));
       op.result_is_argument.push_back(-1);
     }
-    op.list_lengths = {result_.factor};
+    op.list_lengths = {result_.map.factor};
     const std::vector<ValueId> parts(op.results.begin(), op.results.end());
     graph().operators.push_back(std::move(op));
     return parts;
@@ -190,13 +190,13 @@ class Coalescer {
 
   void add_ends() {
     for (ValueId output : one_.outputs) {
-      for (int part = 0; part < result_.factor; ++part) {
+      for (int part = 0; part < result_.map.factor; ++part) {
         graph().outputs.push_back(output == kUndefined ? kUndefined
                                                        : part_of(output, part, nullptr));
       }
     }
     for (const BackwardRoot& root : one_.roots) {
-      for (int part = 0; part < result_.factor; ++part) {
+      for (int part = 0; part < result_.map.factor; ++part) {
         BackwardRoot own = root;
         own.value = part_of(root.value, part, nullptr);
         if (root.gradient != kUndefined) own.gradient = part_of(root.gradient, part, nullptr);
@@ -217,28 +217,8 @@ class Coalescer {
 
 }  // namespace
 
-std::vector<ConstantOverride> Coalesced::constants(
-    const std::vector<ConstantOverride>& changes) const {
-  std::vector<ConstantOverride> result;
-  for (const ConstantOverride& change : changes) {
-    for (int op : operators[change.operator_index]) {
-      result.push_back({op, change.argument, change.value});
-    }
-  }
-  return result;
-}
-
-std::vector<ContentOverride> Coalesced::contents(
-    const std::vector<ContentOverride>& changes) const {
-  std::vector<ContentOverride> result;
-  for (const ContentOverride& change : changes) {
-    for (ValueId value : values[change.value]) result.push_back({value, change.content});
-  }
-  return result;
-}
-
 size_t Coalesced::run_once() const {
-  return static_cast<size_t>(std::count_if(operators.begin(), operators.end(),
+  return static_cast<size_t>(std::count_if(map.operators.begin(), map.operators.end(),
                                            [](const auto& own) { return own.size() == 1; }));
 }
 

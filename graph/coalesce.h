@@ -1,12 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "graph/batch_axis.h"
 #include "graph/graph.h"
-#include "graph/tracer.h"
+#include "graph/graph_map.h"
 
 namespace smp::graph {
 
@@ -14,15 +11,9 @@ namespace smp::graph {
 /// each microbatch.
 struct Coalesced {
   Graph graph;
-  int factor = 1;  ///< microbatches of the original that run as one of this graph
-  /// The operators that stand for each of the original, one or `factor`.
-  std::vector<std::vector<int>> operators;
-  /// The values that stand for each of the original; none for one that only exists on all samples.
-  std::vector<std::vector<ValueId>> values;
+  /// From a microbatch: one operator or `factor` stand for each.
+  GraphMap map;
 
-  /// Overrides of the original's constants, as overrides of this graph's.
-  std::vector<ConstantOverride> constants(const std::vector<ConstantOverride>& changes) const;
-  std::vector<ContentOverride> contents(const std::vector<ContentOverride>& changes) const;
   /// How many operators of the original run once for all microbatches.
   size_t run_once() const;
 };

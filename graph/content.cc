@@ -13,20 +13,22 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "graph/layout.h"
 
 namespace smp::graph {
 
 namespace {
 
 bool is_plain_memory(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.is_contiguous() && !tensor._is_zerotensor();
+  return tensor.is_cpu() && tensor.is_contiguous() && !tensor._is_zerotensor() &&
+         !tensor.is_conj() && !tensor.is_neg();
 }
 
 /// The elements one after the other, on the CPU.
 at::Tensor flat_copy(const at::Tensor& tensor) {
   if (tensor._is_zerotensor())
     return at::zeros(tensor.sizes(), at::device(at::kCPU).dtype(tensor.dtype()));
-  return tensor.detach().cpu().contiguous();
+  return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
 }
 
 }  // namespace
@@ -118,8 +120,9 @@ bool is_small_on_cpu(const TensorMeta& meta) {
 }
 
 at::Tensor clone_content(const at::Tensor& tensor) {
-  at::NoGradGuard no_grad;
-  const at::Tensor content = tensor.detach().clone();
+  const at::NoGradGuard no_grad;
+  const bool is_memory = tensor.has_storage() && !tensor._is_zerotensor() && !tensor.is_quantized();
+  const at::Tensor content = is_memory ? copy_as_laid_out(tensor) : tensor.detach().clone();
   // A number that libtorch wrapped into a tensor does not decide the type of the sum.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
     content.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -138,13 +141,14 @@ ContentScope::~ContentScope() {
     const bool has_history = tensor.requires_grad() && !kept.requires_grad;
     // detach_() would refuse views.
     if (has_history) tensor.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
-    tensor.copy_(kept.content);
+    without_expansion(tensor).copy_(kept.content);
   }
 }
 
 void ContentScope::keep(const at::Tensor& tensor) {
   auto& kept = kept_[tensor.unsafeGetTensorImpl()];
-  if (!kept.tensor.defined()) kept = {tensor, clone_content(tensor), tensor.requires_grad()};
+  if (kept.tensor.defined()) return;
+  kept = {tensor, without_expansion(tensor.detach()).clone(), tensor.requires_grad()};
 }
 
 void mark_uninitialised(const at::Tensor& tensor) {

@@ -27,7 +27,8 @@ bool same_content(const at::Tensor& a, const at::Tensor& b);
 /// True for a tensor whose content may be read each time that an operator uses it.
 bool is_small_on_cpu(const TensorMeta& meta);
 
-/// A copy without history.
+/// A copy without history that kernels cannot tell from the tensor: they may round otherwise on
+/// other strides.
 at::Tensor clone_content(const at::Tensor& tensor);
 
 /// Keeps the contents of tensors, and puts them back when it goes. A history that writes have left

@@ -31,11 +31,11 @@ MakeDeviceGraphPool& maker_of(c10::DeviceType type) {
   return registry().at(static_cast<size_t>(type));
 }
 
-std::shared_ptr<DeviceGraphPool> make_pool(at::Device device, size_t generators) {
+std::shared_ptr<DeviceGraphPool> make_pool(at::Device device) {
   SMP_CHECK_WITH(UsageError, has_device_graphs(device), "the work of device ", device,
                  " cannot be captured: this build has no graphs for it. Use a GPU, and build "
                  "for CUDA (docs/cuda.md)");
-  return maker_of(device.type())(device, generators);
+  return maker_of(device.type())(device);
 }
 
 c10::Stream current_stream(at::Device device) {
@@ -72,10 +72,8 @@ bool has_device_graphs(at::Device device) { return maker_of(device.type()) != nu
 
 void CapturedWork::launch(const RandomKey& key) const {
   if (is_empty_) return;
-  std::vector<DeviceGraph::Seed> seeds;
-  for (size_t generator : generators_) {
-    seeds.push_back({generator, stream_seed(key, (*ordinals_)[generator])});
-  }
+  std::vector<uint64_t> seeds;
+  for (int ordinal : ordinals_) seeds.push_back(stream_seed(key, ordinal));
   graph_->launch(seeds);
 }
 
@@ -104,10 +102,8 @@ class GraphCapture::Active {
   GraphCapture& capture_;
 };
 
-GraphCapture::GraphCapture(at::Device device, std::vector<int> ordinals)
-    : device_(with_index(device)),
-      ordinals_(std::make_shared<const std::vector<int>>(std::move(ordinals))),
-      pool_(make_pool(device_, ordinals_->size())) {
+GraphCapture::GraphCapture(at::Device device)
+    : device_(with_index(device)), pool_(make_pool(device_)) {
   synchronize(device_);
 }
 
@@ -120,54 +116,45 @@ GraphCapture::~GraphCapture() {
 }
 
 void GraphCapture::renew_pool() {
-  if (has_begun_ && pool_.use_count() == 1) pool_ = make_pool(device_, ordinals_->size());
+  if (has_begun_ && pool_.use_count() == 1) pool_ = make_pool(device_);
   has_begun_ = true;
 }
 
 CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
                                    const std::function<void()>& work) {
-  std::vector<size_t> generators;
-  for (int ordinal : ordinals) generators.push_back(generator_of(ordinal));
   renew_pool();
   CapturedWork captured;
   captured.pool_ = pool_;
   captured.graph_ = pool_->make_graph();
-  captured.ordinals_ = ordinals_;
-  drawn_.clear();
+  ordinals_ = ordinals;
+  draws_ = false;
   const c10::StreamGuard guard(pool_->stream());
   const Active active(*this, *captured.graph_);
   try {
-    captured.graph_->begin(generators);
+    captured.graph_->begin(ordinals.size());
     work();
     captured.is_empty_ = !captured.graph_->end();
   } catch (...) {
     captured.graph_->abandon();
     throw;
   }
-  captured.generators_ = std::move(drawn_);
+  if (draws_) captured.ordinals_ = ordinals;
   return captured;
-}
-
-size_t GraphCapture::generator_of(int ordinal) const {
-  const auto found = std::lower_bound(ordinals_->begin(), ordinals_->end(), ordinal);
-  SMP_INTERNAL_ASSERT(found != ordinals_->end() && *found == ordinal, "random operator ", ordinal,
-                      " was not announced");
-  return static_cast<size_t>(found - ordinals_->begin());
 }
 
 /// An operator that asks the CPU for numbers would have the same ones at each launch.
 void GraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                                int ordinal) {
-  const size_t generator = generator_of(ordinal);
-  if (std::find(drawn_.begin(), drawn_.end(), generator) == drawn_.end()) {
-    drawn_.push_back(generator);
-  }
+  const auto found = std::lower_bound(ordinals_.begin(), ordinals_.end(), ordinal);
+  SMP_INTERNAL_ASSERT(found != ordinals_.end() && *found == ordinal, "random operator ", ordinal,
+                      " was not announced");
+  draws_ = true;
   const at::Generator host = at::make_generator<at::CPUGeneratorImpl>();
   const at::Tensor before = host.get_state();
   {
     const auto lock = lock_generators();
     const GeneratorScope scope(host);
-    graph_->call_random(op, stack, generator);
+    graph_->call_random(op, stack, static_cast<size_t>(found - ordinals_.begin()));
   }
   SMP_CHECK_WITH(UsageError, at::equal(before, host.get_state()), op.operator_name(),
                  " draws random numbers on the host");

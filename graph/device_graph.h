@@ -20,36 +20,31 @@ namespace smp::graph {
 /// on another kind of device. Belongs to one thread at a time.
 class DeviceGraph {
  public:
-  /// A generator of the pool's, and its seed before a launch.
-  struct Seed {
-    size_t generator;
-    uint64_t seed;
-  };
-
   virtual ~DeviceGraph() = default;
 
   /// From now on the pool's stream, which is this thread's current one, does nothing that it is
-  /// given, but notes it. Memory that is allocated for it meanwhile is the pool's. `generators`: of
-  /// the pool's, those from which may be drawn.
-  virtual void begin(const std::vector<size_t>& generators) = 0;
+  /// given, but notes it. Memory that is allocated for it meanwhile is the pool's. `seeds`: how
+  /// many its random operators may draw by.
+  virtual void begin(size_t seeds) = 0;
   /// Ends that. Returns whether there is any work. Throws the device's error for work that cannot
   /// be captured.
   virtual bool end() = 0;
   /// Ends it after an error of one of these two, or between them; the graph is of no use then.
   virtual void abandon() noexcept = 0;
 
-  /// Calls a random operator while work is noted, which draws from a generator of the pool.
+  /// Calls a random operator while work is noted. At a launch it draws from a generator that begins
+  /// with the `seed`-th of its seeds, as it would draw if it were called then.
   virtual void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
-                           size_t generator) = 0;
+                           size_t seed) = 0;
 
   /// Gives the work to this thread's current stream. Its random operators draw by these seeds and
-  /// nothing else.
-  virtual void launch(const std::vector<Seed>& seeds) = 0;
+  /// nothing else: so many as it began with, or none where it has no random operators.
+  virtual void launch(const std::vector<uint64_t>& seeds) = 0;
 };
 
-/// The memory, generators of random numbers and stream that the graphs of a device share. The
-/// graphs are captured on the stream, which has no other work. When the last graph of a pool is
-/// gone, no other can be captured: libtorch's allocators never take the name of its memory again.
+/// The memory and the stream that the graphs of a device share. The graphs are captured on the
+/// stream, which has no other work. When the last graph of a pool is gone, no other can be
+/// captured: libtorch's allocators never take the name of its memory again.
 class DeviceGraphPool {
  public:
   virtual ~DeviceGraphPool() = default;
@@ -57,9 +52,8 @@ class DeviceGraphPool {
   virtual std::unique_ptr<DeviceGraph> make_graph() = 0;
 };
 
-/// Makes a pool with so many generators on a device of the kind that it is registered for.
-using MakeDeviceGraphPool =
-    std::function<std::shared_ptr<DeviceGraphPool>(at::Device device, size_t generators)>;
+/// Makes a pool on a device of the kind that it is registered for.
+using MakeDeviceGraphPool = std::function<std::shared_ptr<DeviceGraphPool>(at::Device device)>;
 
 /// Says how devices of a kind capture work. Called by the implementation before any are used.
 void register_device_graphs(c10::DeviceType type, MakeDeviceGraphPool make);
@@ -79,9 +73,8 @@ class CapturedWork {
   friend class GraphCapture;
   std::shared_ptr<DeviceGraphPool> pool_;  // pool, kept as long as one of its graphs is there
   std::unique_ptr<DeviceGraph> graph_;
-  bool is_empty_ = false;                             // but for memory
-  std::vector<size_t> generators_;                    // that it draws from
-  std::shared_ptr<const std::vector<int>> ordinals_;  // ordinals by generator
+  bool is_empty_ = false;      // but for memory
+  std::vector<int> ordinals_;  // ordinals by seed; none if it does not draw
 };
 
 /// Captures the work of one device, piece by piece, on a stream of its own. Nothing of it is done.
@@ -90,16 +83,17 @@ class CapturedWork {
 /// perhaps not. Belongs to one thread; the autograd engine's may work for it.
 class GraphCapture {
  public:
-  /// `ordinals`: those of the random operators that may be called, ascending. Waits for the work of
-  /// this thread's current stream. Throws `UsageError` for a device without graphs.
-  GraphCapture(at::Device device, std::vector<int> ordinals);
+  /// Waits for the work of this thread's current stream. Throws `UsageError` for a device without
+  /// graphs.
+  explicit GraphCapture(at::Device device);
   /// Waits for the device's work that prepares the graphs.
   ~GraphCapture();
   GraphCapture(const GraphCapture&) = delete;
   GraphCapture& operator=(const GraphCapture&) = delete;
 
-  /// Captures the work that `work` gives the device; it may call these of the random operators.
-  /// Throws its errors, and the device's for work that cannot be captured.
+  /// Captures the work that `work` gives the device; it may call random operators of these
+  /// `ordinals`, which ascend. Throws its errors, and the device's for work that cannot be
+  /// captured.
   CapturedWork capture(const std::vector<int>& ordinals, const std::function<void()>& work);
 
  private:
@@ -110,14 +104,14 @@ class GraphCapture {
   /// For the next graph: another one if that of earlier graphs has none left.
   void renew_pool();
   void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack, int ordinal);
-  size_t generator_of(int ordinal) const;
 
   const at::Device device_;
-  const std::shared_ptr<const std::vector<int>> ordinals_;  // ascending
   std::shared_ptr<DeviceGraphPool> pool_;
-  bool has_begun_ = false;        // a capture, with this pool
-  DeviceGraph* graph_ = nullptr;  // that is captured
-  std::vector<size_t> drawn_;     // those of each captured work
+  bool has_begun_ = false;  // a capture, with this pool
+  // State of the capture that goes on.
+  DeviceGraph* graph_ = nullptr;
+  std::vector<int> ordinals_;
+  bool draws_ = false;
 };
 
 /// Calls a random operator that is the `ordinal`-th of its program. Where its stream is captured it

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/devices.h"
 
+#include <ATen/DeviceAccelerator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include "graph/stack_tensors.h"
 
@@ -41,6 +44,21 @@ void synchronize(at::Device device) {
   if (!is_accelerator(device)) return;
   const c10::impl::VirtualGuardImpl guard(device.type());
   guard.synchronizeStream(guard.getStream(device));
+}
+
+/// Asks for the free memory, for which a device may be asked during a capture, too.
+bool current_device_has_failed() {
+  const auto type = at::getAccelerator();
+  if (!type) return false;
+  try {
+    const c10::Device device = c10::impl::VirtualGuardImpl(*type).getDevice();
+    c10::getDeviceAllocator(*type)->getMemoryInfo(device.index());
+    return false;
+  } catch (const c10::AcceleratorError&) {
+    return true;
+  } catch (const c10::Error&) {  // nothing can be asked of this kind of device
+    return false;
+  }
 }
 
 }  // namespace smp::graph

@@ -28,4 +28,8 @@ c10::Event timed_event(at::Device device);
 /// at once for the CPU.
 void synchronize(at::Device device);
 
+/// Whether this thread's current device, if there is one, has failed for good, as after an
+/// assertion in a kernel: libraries of kernels report that by errors of their own.
+bool current_device_has_failed();
+
 }  // namespace smp::graph

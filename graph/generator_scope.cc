@@ -43,6 +43,11 @@ GeneratorScope::GeneratorScope(at::Generator generator)
   current = this;
 }
 
+GeneratorScope::GeneratorScope(uint64_t seed)
+    : seed_(seed), previous_(current), include_(kBelowAutograd) {
+  current = this;
+}
+
 GeneratorScope::~GeneratorScope() { current = previous_; }
 
 void GeneratorScope::give_to(const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
@@ -51,7 +56,9 @@ void GeneratorScope::give_to(const c10::OperatorHandle& op, torch::jit::Stack& s
     if (!takes_generator(arguments[i])) continue;
     c10::IValue& value = torch::jit::peek(stack, i, arguments.size());
     const bool on_cpu = !accelerator_of(op, stack).has_value();
-    if (on_cpu && means_default(value)) value = generator_;
+    if (!on_cpu || !means_default(value)) continue;
+    if (!generator_.defined()) generator_ = at::make_generator<at::CPUGeneratorImpl>(seed_);
+    value = generator_;
   }
 }
 

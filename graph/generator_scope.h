@@ -6,6 +6,8 @@
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cstdint>
+
 namespace smp::graph {
 
 /// While it lives, operators that this thread calls draw from `generator` on the CPU where the call
@@ -18,6 +20,9 @@ namespace smp::graph {
 class GeneratorScope {
  public:
   explicit GeneratorScope(at::Generator generator);
+  /// Draws from a generator seeded with `seed`, which is made at the first draw: that takes as long
+  /// as a launch of a kernel, and operators on a GPU do not need it.
+  explicit GeneratorScope(uint64_t seed);
   ~GeneratorScope();
   GeneratorScope(const GeneratorScope&) = delete;
   GeneratorScope& operator=(const GeneratorScope&) = delete;
@@ -26,7 +31,8 @@ class GeneratorScope {
   friend struct GeneratorGiver;
   void give_to(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
 
-  const at::Generator generator_;
+  mutable at::Generator generator_;  // undefined until it is made
+  const uint64_t seed_ = 0;
   const GeneratorScope* const previous_;
   const c10::impl::IncludeDispatchKeyGuard include_;
 };

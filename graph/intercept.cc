@@ -10,7 +10,7 @@ namespace {
 
 constexpr auto kKey = c10::DispatchKey::DeferredInit;
 
-thread_local OperatorInterceptor* current = nullptr;
+thread_local OperatorInterceptor* current_interceptor = nullptr;
 
 void call(OperatorInterceptor* interceptor, const c10::OperatorHandle& op,
           torch::jit::Stack& stack) {
@@ -21,10 +21,11 @@ void call(OperatorInterceptor* interceptor, const c10::OperatorHandle& op,
   }
 }
 
-void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+void intercept_operator(const c10::OperatorHandle& op, c10::DispatchKeySet,
+                        torch::jit::Stack* stack) {
   // Excluding wins over including: the operator's own calls stay out of sight.
   const UninterceptedScope own;
-  call(current, op, *stack);
+  call(current_interceptor, op, *stack);
 }
 
 /// libtorch asks this object, which it has for functorch, whether the thread may do things that are
@@ -36,34 +37,34 @@ class Watcher final : public at::functorch::FuncTorchTLSBase {
   }
   int64_t checkSupportsSingleLevelAutogradFunction() const override { return 0; }
   void checkSupportsCppAutogradFunction() const override {
-    if (watching()) current->custom_function();
+    if (watching()) current_interceptor->custom_function();
   }
   void checkSupportsInplaceRequiresGrad() const override {}
   void checkSupportsRetainGrad() const override {
-    if (watching()) current->retain_grad();
+    if (watching()) current_interceptor->retain_grad();
   }
 
  private:
   /// A thread that libtorch starts may take over this object and the key, but not the interceptor.
-  static bool watching() { return current != nullptr && intercepting(); }
+  static bool watching() { return current_interceptor != nullptr && intercepting(); }
 };
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&intercept_operator>());
 }
 
 InterceptScope::InterceptScope(OperatorInterceptor& interceptor)
-    : previous_(current),
+    : previous_(current_interceptor),
       previous_watcher_(
           std::exchange(at::functorch::functorchTLSAccessor(), std::make_unique<Watcher>())),
       include_(kKey) {
-  current = &interceptor;
+  current_interceptor = &interceptor;
 }
 
 InterceptScope::~InterceptScope() {
-  current = previous_;
+  current_interceptor = previous_;
   at::functorch::functorchTLSAccessor() = std::move(previous_watcher_);
 }
 
@@ -77,8 +78,8 @@ bool intercepting() {
 }
 
 std::optional<torch::autograd::variable_list> announce_backward(const BackwardPass& pass) {
-  if (current == nullptr || !intercepting()) return std::nullopt;
-  return current->differentiate(pass);
+  if (current_interceptor == nullptr || !intercepting()) return std::nullopt;
+  return current_interceptor->differentiate(pass);
 }
 
 UninterceptedScope::UninterceptedScope() : exclude_(kKey) {}

@@ -46,7 +46,10 @@ int64_t shift_of(const at::Tensor& tensor) {
 }
 
 Layout::Layout(const at::Tensor& tensor)
-    : Layout(tensor.sizes(), tensor.strides(), tensor.options(), shift_of(tensor)) {}
+    : Layout(tensor.sizes(), tensor.strides(), tensor.options(), shift_of(tensor)) {
+  conjugate = tensor.is_conj();
+  negative = tensor.is_neg();
+}
 
 Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::TensorOptions& options,
                int64_t shift)
@@ -69,15 +72,29 @@ at::Tensor Layout::allocate() const {
                    /*resizable=*/true),
       c10::DispatchKeySet(c10::computeDispatchKey(dtype, std::nullopt, device)), options.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, shift);
+  tensor._set_conj(conjugate);
+  tensor._set_neg(negative);
   return tensor;
 }
 
 at::Tensor Layout::flat(const at::Tensor& tensor) const {
   const at::NoGradGuard no_grad;
-  return at::as_strided(tensor.detach(), {span}, {1});
+  const at::Tensor memory = tensor.detach();
+  memory._set_conj(false);
+  memory._set_neg(false);
+  return at::as_strided(memory, {span}, {1});
 }
 
 int64_t Layout::nbytes() const { return span * static_cast<int64_t>(options.dtype().itemsize()); }
+
+at::Tensor without_expansion(const at::Tensor& tensor) {
+  at::Tensor result = tensor;
+  if (tensor.layout() != at::kStrided) return result;
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) result = result.narrow(d, 0, 1);
+  }
+  return result;
+}
 
 at::Tensor copy_as_laid_out(const at::Tensor& tensor) {
   const Layout layout(tensor);

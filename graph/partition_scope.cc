@@ -4,14 +4,16 @@
 namespace smp::graph {
 namespace {
 
-thread_local int innermost = -1;
+thread_local int innermost_partition = -1;
 
 }  // namespace
 
-int current_partition() { return innermost; }
+int current_partition() { return innermost_partition; }
 
-PartitionScope::PartitionScope(int partition) : outer_(innermost) { innermost = partition; }
+PartitionScope::PartitionScope(int partition) : outer_(innermost_partition) {
+  innermost_partition = partition;
+}
 
-PartitionScope::~PartitionScope() { innermost = outer_; }
+PartitionScope::~PartitionScope() { innermost_partition = outer_; }
 
 }  // namespace smp::graph

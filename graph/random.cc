@@ -60,7 +60,7 @@ std::unique_lock<std::mutex> lock_generators() {
 }
 
 void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64_t seed) {
-  const GeneratorScope cpu(at::make_generator<at::CPUGeneratorImpl>(seed));
+  const GeneratorScope cpu(seed);
   const auto device = accelerator_of(op, stack);
   if (!device) {
     op.callBoxed(stack);

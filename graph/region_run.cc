@@ -108,6 +108,8 @@ RegionRun::Saved::Saved(const at::Tensor& tensor)
   sizes = tensor.sizes();
   strides = tensor.strides();
   offset = tensor.storage_offset();
+  conjugate = tensor.is_conj();
+  negative = tensor.is_neg();
   storage = tensor.storage().getWeakStorageImpl();
 }
 
@@ -115,8 +117,15 @@ void RegionRun::Saved::keep_on(const at::Tensor& tensor) {
   const auto memory = storage.lock();
   if (memory == nullptr || memory.get() != tensor.storage().unsafeGetStorageImpl()) return;
   if (counter.current_version() != version || dtype != tensor.scalar_type()) return;
-  value = view_of(tensor.tensor_data(), sizes, strides, offset);
+  keep(view_of(tensor.tensor_data(), sizes, strides, offset));
   torch::autograd::impl::set_version_counter(value, counter);
+}
+
+/// The memory may be that of a tensor that shows its conjugate, and this one does not.
+void RegionRun::Saved::keep(const at::Tensor& view) {
+  value = view;
+  value._set_conj(conjugate);
+  value._set_neg(negative);
 }
 
 /// is_alias_of() would look at the data, which may be away.
@@ -190,7 +199,7 @@ at::Tensor RegionRun::unpack(size_t number) {
   Saved& saved = saved_[number];
   if (saved.is_missing()) run_again();
   if (!saved.value.defined()) {
-    saved.value = saved.input->view(saved.sizes, saved.strides, saved.offset);
+    saved.keep(saved.input->view(saved.sizes, saved.strides, saved.offset));
     saved.version = static_cast<uint32_t>(saved.value._version());
   }
   SMP_CHECK_WITH(UsageError, saved.value._version() == saved.version, "a tensor of shape ",

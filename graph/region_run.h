@@ -118,9 +118,12 @@ class RegionRun final : public SavedTensorKeeper {
     bool is_missing() const { return !released && !value.defined() && input == nullptr; }
     /// If it lies on the memory of `tensor`, as it was saved: keeps it there.
     void keep_on(const at::Tensor& tensor);
+    /// Keeps a view that lies like it.
+    void keep(const at::Tensor& view);
 
     c10::SmallVector<int64_t, 5> sizes, strides;
     int64_t offset = 0;
+    bool conjugate = false, negative = false;
     at::ScalarType dtype;
     c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};
     c10::VariableVersion counter;

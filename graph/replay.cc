@@ -21,6 +21,7 @@
 #include "graph/autocast.h"
 #include "graph/autograd_entry.h"
 #include "graph/device_graph.h"
+#include "graph/devices.h"
 #include "graph/late_writes.h"
 #include "graph/layout.h"
 #include "graph/leaf.h"
@@ -32,6 +33,17 @@
 
 namespace smp::graph {
 namespace {
+
+/// Says at which operator an error came. A device fails some time before it is noticed.
+void add_place(c10::Error& error, std::string op) {
+  const bool is_devices = dynamic_cast<const c10::AcceleratorError*>(&error) != nullptr;
+  if (is_devices || current_device_has_failed()) {
+    op = c10::str("noticed at ", op,
+                  "; the device may have failed in an earlier operator. With "
+                  "CUDA_LAUNCH_BLOCKING=1 each is waited for, and the one that fails is named");
+  }
+  error.add_context(std::move(op));
+}
 
 /// The form that the operator's results must have.
 std::vector<std::optional<TensorMeta>> recorded_results(const Graph& graph, const Operator& op) {
@@ -184,6 +196,7 @@ class CastCacheScope {
 Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
   const std::vector<int> autocast = autocast_scopes(graph);
+  const std::vector<std::vector<ValueId>> weights = weights_to_cast(graph);
   LateWrites late(graph);
   std::vector<std::vector<size_t>> movers(graph.alias_sets);  // instructions by alias set
   std::unordered_map<ValueId, size_t> last_use;
@@ -200,6 +213,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              op.mode,
                              op.random_ordinal,
                              autocast[index],
+                             {},
                              graph.makes_literal(op) ? op.results[0] : kUndefined,
                              recorded_results(graph, op),
                              is_leaf(op.handle),
@@ -208,6 +222,9 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              {},
                              {},
                              false});
+    for (ValueId id : weights[index]) {
+      instructions_.back().weights.emplace_back(id, graph.values[id].alias_set);
+    }
     for (int alias_set : late.moved_by(op)) movers[alias_set].push_back(instructions_.size() - 1);
     casts_ |= autocast[index] >= 0;
     casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
@@ -309,6 +326,10 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
   stack_.clear();
   push_arguments(instruction, environment);
   const auto call = [&] {
+    std::optional<WeightCasts::Scope> casts;
+    if (!instruction.weights.empty() && casts_of_weights_.are_shared()) {
+      casts.emplace(casts_of_weights_, weights_of(instruction, environment));
+    }
     if (instruction.random_ordinal >= 0) {
       call_keyed(instruction.handle, stack_, key, instruction.random_ordinal);
     } else {
@@ -321,14 +342,8 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
     } else {
       call();
     }
-  } catch (c10::AcceleratorError& error) {
-    error.add_context(c10::str("noticed at ", text_of(instruction),
-                               "; the device may have failed in an earlier operator. With "
-                               "CUDA_LAUNCH_BLOCKING=1 each is waited for, and the one that fails "
-                               "is named"));
-    throw;
   } catch (c10::Error& error) {
-    error.add_context(text_of(instruction));
+    add_place(error, text_of(instruction));
     throw;
   }
   if (instruction.is_leaf) {
@@ -353,6 +368,17 @@ at::Tensor Segment::for_scope(int autocast_scope, const at::Tensor& tensor) {
     torch::autograd::impl::set_grad_accumulator(alias.tensor, core::WeakNodePtr(alias.end));
   }
   return alias.tensor;
+}
+
+/// Those that the operator got as arguments.
+WeightCasts::Scope::Weights Segment::weights_of(const Instruction& instruction,
+                                                const Environment& environment) {
+  WeightCasts::Scope::Weights weights;
+  for (const auto& [id, alias_set] : instruction.weights) {
+    const at::Tensor weight = for_scope(instruction.autocast_scope, environment[id]);
+    weights.push_back({weight.unsafeGetTensorImpl(), alias_set});
+  }
+  return weights;
 }
 
 void Segment::push_arguments(const Instruction& instruction, const Environment& environment) {
@@ -436,11 +462,7 @@ at::Tensor aligned(const at::Tensor& tensor) {
 
 at::Tensor copy_to(at::Device device, const at::Tensor& tensor) {
   at::NoGradGuard no_grad;
-  // An expanded dimension is one element in memory: copy it once.
-  at::Tensor compact = tensor;
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.stride(d) == 0 && tensor.size(d) > 1) compact = compact.narrow(d, 0, 1);
-  }
+  const at::Tensor compact = without_expansion(tensor);
   at::Tensor copy =
       at::empty_strided(compact.sizes(), compact.strides(), tensor.options().device(device));
   copy.copy_(compact);

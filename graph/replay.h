@@ -15,6 +15,7 @@
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
+#include "graph/weight_casts.h"
 
 namespace smp::graph {
 
@@ -86,6 +87,9 @@ class Segment {
   void set_residency(std::shared_ptr<ParameterResidency> residency);
   const std::shared_ptr<ParameterResidency>& residency() const { return residency_; }
 
+  /// The casts of its parameters, which its owner begins to share among its runs.
+  WeightCasts& casts() { return casts_of_weights_; }
+
  private:
   struct Instruction {
     c10::OperatorHandle handle;
@@ -95,8 +99,9 @@ class Segment {
     c10::SmallVector<int, 2> list_lengths;
     ExecutionMode mode;
     int random_ordinal;
-    int autocast_scope;  // -1: none
-    ValueId literal;     // instead of running: the literal's value; else -1
+    int autocast_scope;                            // -1: none
+    std::vector<std::pair<ValueId, int>> weights;  // arguments to cast, and their alias sets
+    ValueId literal;  // instead of running: the literal's value; else -1
     std::vector<std::optional<TensorMeta>> recorded;  // results; nothing where undefined
     bool is_leaf;
     bool has_written_results;
@@ -117,12 +122,15 @@ class Segment {
   void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
   void push_arguments(const Instruction& instruction, const Environment& environment);
   at::Tensor for_scope(int autocast_scope, const at::Tensor& tensor);
+  WeightCasts::Scope::Weights weights_of(const Instruction& instruction,
+                                         const Environment& environment);
   void check_result(const Instruction& instruction, size_t index, const at::Tensor& result) const;
   void pop_results(const Instruction& instruction, Environment& environment);
 
   std::vector<Instruction> instructions_;
   std::shared_ptr<ParameterResidency> residency_;
   torch::jit::Stack stack_;
+  WeightCasts casts_of_weights_;
   bool casts_ = false;          // some operator runs under autocast
   bool casts_in_leaf_ = false;  // one of them is a leaf
   bool has_resident_ = false;   // some operator concerns the residency

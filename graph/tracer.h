@@ -13,6 +13,7 @@
 
 #include "core/node.h"
 #include "graph/graph.h"
+#include "graph/graph_map.h"
 #include "graph/intercept.h"
 #include "graph/random.h"
 #include "graph/tensor_table.h"
@@ -21,19 +22,6 @@
 #include "graph/whole_tensors.h"
 
 namespace smp::graph {
-
-/// A constant of this run that differs from the recorded one, where the graph allows it.
-struct ConstantOverride {
-  int operator_index;
-  int argument;
-  c10::IValue value;
-};
-
-/// The counterpart of `ConstantOverride` for the content of a literal or constant tensor.
-struct ContentOverride {
-  ValueId value;
-  at::Tensor content;
-};
 
 struct TraceOptions {
   std::string step_name;               ///< the step function's name in errors

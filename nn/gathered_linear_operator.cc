@@ -21,11 +21,12 @@ namespace smp::nn {
 namespace {
 
 using at::Tensor;
-using Signature = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t);
+using GatheredLinearCall = Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&,
+                                  int64_t);
 
 Tensor call_gathered_linear(const Tensor& x, const Tensor& weight,
                             const std::optional<Tensor>& bias, int64_t dim) {
-  static const auto op = typed_operator<Signature>("smp::tp_gathered_linear");
+  static const auto op = typed_operator<GatheredLinearCall>("smp::tp_gathered_linear");
   return op.call(x, weight, bias, dim);
 }
 

@@ -3,16 +3,14 @@
 
 #include <c10/util/StringUtil.h>
 
-#include <utility>
-
 #include "core/check.h"
 #include "nn/parameter_sharding.h"
 
 namespace smp::nn {
 
-comm::Sharding sharding_of(const ParameterSplit& split, comm::Axis over) {
+comm::Sharding sharding_of(const ParameterSplit& split, const core::Axis& over) {
   const std::vector<int64_t> extents(split.blocks, split.sizes[split.dim] / split.blocks);
-  return {split.sizes, {}, {{std::move(over), comm::Blocks{split.dim, extents}}}};
+  return {split.sizes, {}, {{over, comm::Blocks{split.dim, extents}}}};
 }
 
 ParameterSplit split_of(const comm::Sharding& sharding) {

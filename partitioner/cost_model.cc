@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string_view>
 #include <tuple>
@@ -111,6 +112,30 @@ constexpr Gpu kGpus[] = {
 constexpr double kOfBytes = 0.64;
 constexpr double kOfFlops = 0.72;
 
+CostModel costs_of(const Gpu& gpu) {
+  const Compute compute = {5, kOfBytes * gpu.gigabytes * 1e3, kOfFlops * gpu.teraflops * 1e6,
+                           kOfBytes * gpu.half_teraflops * 1e6};
+  return {compute, {{30, 5, 2e4}}};
+}
+
+/// Floating point operations of a multiprocessor in a cycle, from a compute capability on: of
+/// float32, and of its tensor cores in types of two bytes, with sums in float32.
+struct Lanes {
+  int capability;
+  double flops;
+  double half_flops;
+};
+
+constexpr Lanes kLanes[] = {{70, 128, 1024}, {80, 128, 2048},  {86, 256, 1024},
+                            {90, 256, 4096}, {100, 256, 8192}, {120, 256, 1024}};
+
+const Lanes& lanes_of(int capability) {
+  const auto* const above =
+      std::upper_bound(std::begin(kLanes) + 1, std::end(kLanes), capability,
+                       [](int value, const Lanes& lanes) { return value < lanes.capability; });
+  return *std::prev(above);
+}
+
 }  // namespace
 
 bool Link::operator==(const Link& other) const { return equal(*this, other, kLinkFields); }
@@ -136,12 +161,27 @@ const Link& CostModel::between(int rank, int other) const {
 
 std::optional<CostModel> CostModel::of_gpu(const std::string& name) {
   for (const Gpu& gpu : kGpus) {
-    if (gpu.name != name) continue;
-    const Compute compute = {5, kOfBytes * gpu.gigabytes * 1e3, kOfFlops * gpu.teraflops * 1e6,
-                             kOfBytes * gpu.half_teraflops * 1e6};
-    return CostModel{compute, {{30, 5, 2e4}}};
+    if (gpu.name == name) return costs_of(gpu);
   }
   return std::nullopt;
+}
+
+std::optional<CostModel> CostModel::of_gpu(const graph::DeviceProperties& properties) {
+  const Lanes& lanes = lanes_of(properties.capability);
+  const double cycles =
+      properties.multiprocessors * properties.clock_khz * 1e3;                // a second, of all
+  const double bits = 2 * properties.memory_khz * 1e3 * properties.bus_bits;  // a second
+  if (cycles <= 0 || bits <= 0) return std::nullopt;
+  Gpu gpu = {"", bits / 8 / 1e9, cycles * lanes.flops / 1e12, cycles * lanes.half_flops / 1e12};
+  if (properties.is_geforce) gpu.half_teraflops /= 2;  // sums in float32 take two cycles
+  return costs_of(gpu);
+}
+
+CostModel CostModel::of_device(c10::Device device) {
+  if (device.is_cpu()) return CostModel();
+  const auto properties = graph::device_properties(device);
+  const auto costs = properties ? of_gpu(*properties) : std::nullopt;
+  return costs ? *costs : *of_gpu("a100");
 }
 
 std::vector<std::string> gpu_names() {

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "graph/device_properties.h"
 
 namespace smp::partitioner {
 
@@ -49,6 +53,11 @@ struct CostModel {
   /// of it that an A100 achieves, and from PCI Express between two of them. Nothing for another
   /// name.
   static std::optional<CostModel> of_gpu(const std::string& name);
+  /// The same by a GPU's own numbers: nothing if one is missing.
+  static std::optional<CostModel> of_gpu(const graph::DeviceProperties& properties);
+  /// The default of a device: for the CPU that of a core, else by the device's own numbers,
+  /// and the model of an A100 where it says nothing.
+  static CostModel of_device(c10::Device device);
 };
 
 /// Those that `CostModel::of_gpu` knows.

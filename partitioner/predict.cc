@@ -89,8 +89,8 @@ double state_factor(const StepModel& step, const Value& parameter) {
 int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages) {
   if (!trains) return 0;
   if (!step.interleaved()) return step.microbatches();
-  return std::min(
-      {step.microbatches(), step.active_microbatches(), std::max(2 * (stages - stage) - 1, 1)});
+  const int most = std::min(step.microbatches(), step.active_microbatches());
+  return step.splits() ? most : std::min(most, std::max(2 * (stages - stage) - 1, 1));
 }
 
 ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const StepModel& step)

@@ -28,6 +28,8 @@ struct StepModel {
   TORCH_ARG(bool, interleaved) = true;
   /// How many microbatches `interleaved` has in flight on a rank at most.
   TORCH_ARG(int, active_microbatches) = 1;
+  /// Whether backwards are split, and a late stage keeps parts of as many as the first.
+  TORCH_ARG(bool, splits) = false;
   /// Bytes of optimizer state for each byte of a trained parameter: 2 for Adam, 1 for momentum, 0
   /// for plain SGD.
   TORCH_ARG(double, optimizer_state) = 2.0;
@@ -51,7 +53,8 @@ struct StepModel {
 double state_factor(const StepModel& step, const graph::Value& parameter);
 
 /// How many microbatches' activations a stage keeps at once (docs/schedules.md): M with `simple`,
-/// min(M, A, 2 (S - s) - 1) with `interleaved`, none if the graph does not train.
+/// min(M, A, 2 (S - s) - 1) with `interleaved`, min(M, A) where backwards are split, none if the
+/// graph does not train.
 int microbatches_in_flight(const StepModel& step, bool trains, int stage, int stages);
 
 /// Bytes that a parameter takes where it belongs: itself and, if it is trained, the sum of its

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/costs.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/check.h"
@@ -66,6 +67,18 @@ StageCosts StageCosts::filled(size_t stages, size_t edges) const {
   fill(result.gradients_for_weights, std::vector<double>(stages, 0));
   check("gradients_for_weights", result.gradients_for_weights, stages);
   return result;
+}
+
+void KeptMemory::add(const Action& action) {
+  const auto stage = static_cast<size_t>(action.stage);
+  const double kept = costs_->kept[stage], for_weights = costs_->kept_for_weights[stage];
+  if (action.kind == Action::Kind::kForward) now_ += kept;
+  if (action.kind == Action::Kind::kBackwardInput) {
+    peak_ = std::max(peak_, now_ + costs_->gradients_for_weights[stage]);
+  }
+  if (action.makes_input_gradients()) now_ += for_weights - kept;
+  if (action.makes_weight_gradients()) now_ -= for_weights;
+  peak_ = std::max(peak_, now_);
 }
 
 }  // namespace smp::pipeline

@@ -4,7 +4,13 @@
 #include <cstddef>
 #include <vector>
 
+#include "pipeline/action.h"
+
 namespace smp::pipeline {
+
+/// Times, or amounts of memory, differ by rounding only if they differ by less than this part of
+/// them.
+constexpr double kRounding = 1e-9;
 
 /// The costs of a step's parts, for the simulator and the list scheduler: times in any one unit,
 /// memory in any other. Everything about time but `forward` may be left empty, see there.
@@ -50,6 +56,24 @@ struct StageCosts {
   /// that cannot be split. Throws `smp::ConfigError` when a list has another length than `stages`
   /// or `edges`, or a number that is negative or not finite.
   StageCosts filled(size_t stages, size_t edges) const;
+};
+
+/// The memory that one rank keeps for backwards, of `StageCosts::kept`. It follows from the order
+/// of the rank's list alone, not from time.
+class KeptMemory {
+ public:
+  /// `costs`, filled, outlive it.
+  explicit KeptMemory(const StageCosts& costs) : costs_(&costs) {}
+
+  /// The next action of the list, of a stage that has a backward.
+  void add(const Action& action);
+  double now() const { return now_; }
+  double peak() const { return peak_; }
+
+ private:
+  const StageCosts* costs_;
+  double now_ = 0;
+  double peak_ = 0;
 };
 
 }  // namespace smp::pipeline

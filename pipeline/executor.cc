@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/executor.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <sstream>
 #include <utility>
@@ -232,6 +234,7 @@ void Executor::begin_step(const Step& step) {
                       "a step with backwards has sums of gradients");
   if (program_.empty()) resolve();
   if (graphs_) graphs_->begin_step(step.why_no_graphs);
+  for (const auto& [index, stage] : stages_) stage->begin_step();
   for (const auto& [key, channel] : channels_) channel.begin_step();
   for (const Instruction& instruction : program_) {
     if (instruction.action.kind != Action::Kind::kReduce) continue;
@@ -241,6 +244,9 @@ void Executor::begin_step(const Step& step) {
 }
 
 StepResults Executor::run(const Step& step) {
+  const auto end = c10::make_scope_exit([this] {
+    for (const auto& [index, stage] : stages_) stage->end_step();
+  });
   begin_step(step);
   StepResults results{step.keeps_history, step.keeps_losses, {}, {}};
   core::ActionScope status;
@@ -256,6 +262,7 @@ StepResults Executor::run(const Step& step) {
   for (const auto& [key, channel] : channels_) {
     if (channel.lane->sender) channel.lane->sender->flush();
   }
+  for (const auto& [index, stage] : stages_) stage->check_done();
   return results;
 }
 

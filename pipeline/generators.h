@@ -119,8 +119,9 @@ Schedule dualpipe_v(const ScheduleOptions& options);
 enum class Placement { kAny, kOnePerRank, kLooped, kVShaped };
 
 /// How many microbatches a rank keeps at most: as many as there are, as `active_microbatches`
-/// allows it, or by the number of ranks (docs/schedules.md).
-enum class InFlight { kAll, kActive, kRanks, kTwiceRanks };
+/// allows it, or by the number of ranks (docs/schedules.md). Late stages keep fewer but where split
+/// backwards keep parts of as many.
+enum class InFlight { kAll, kActive, kRanks, kTwiceRanks, kSplitRanks, kSplitTwiceRanks };
 
 /// A generator and its properties.
 struct ScheduleKind {

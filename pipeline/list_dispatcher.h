@@ -6,9 +6,6 @@
 
 namespace smp::pipeline {
 
-/// Times differ by rounding only if they differ by less than this part of them.
-constexpr double kRounding = 1e-9;
-
 /// The memory that a rank may keep, with a margin for rounding; infinity: all.
 double memory_limit_of(const ScheduleOptions& options, int rank);
 

@@ -18,32 +18,16 @@ namespace {
 
 using Kind = Action::Kind;
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNoMakespan = std::numeric_limits<double>::infinity();
 
 bool clearly_less(double a, double b) { return a < b * (1 - kRounding); }
 
 // --- memory -----------------------------------------------------------------------------------
 
-/// The most that a rank keeps. It depends on the order of its actions alone, not on time.
-double peak_memory(const std::vector<Action>& actions, const StageCosts& costs) {
-  double memory = 0;
-  double peak = 0;
-  for (const auto& action : actions) {
-    const auto stage = static_cast<size_t>(action.stage);
-    const double for_weights = costs.kept_for_weights[stage];
-    if (action.kind == Kind::kForward) memory += costs.kept[stage];
-    if (action.kind == Kind::kBackwardInput) {
-      peak = std::max(peak, memory + costs.gradients_for_weights[stage]);
-    }
-    if (action.makes_input_gradients()) memory += for_weights - costs.kept[stage];
-    if (action.makes_weight_gradients()) memory -= for_weights;
-    peak = std::max(peak, memory);
-  }
-  return peak;
-}
-
 bool fits(const std::vector<Action>& actions, int rank, const ScheduleOptions& options) {
-  return peak_memory(actions, options.costs()) <= memory_limit_of(options, rank);
+  KeptMemory kept(options.costs());
+  for (const auto& action : actions) kept.add(action);
+  return kept.peak() <= memory_limit_of(options, rank);
 }
 
 bool fits(const ActionOrder& order, const ScheduleOptions& options) {
@@ -110,9 +94,9 @@ double least_makespan(const StageFlow& flow, bool split) {
   }
   double least = 0;
   for (int rank = 0; rank < flow.ranks(); ++rank) {
-    double start = kInfinity;
+    double start = kNoMakespan;
     double work = 0;
-    double tail = kInfinity;
+    double tail = kNoMakespan;
     for (const int stage : flow.stages_of(rank)) {
       const auto index = static_cast<size_t>(stage);
       const auto& costs = flow.costs();
@@ -132,7 +116,7 @@ double least_makespan(const StageFlow& flow, bool split) {
 /// An order and its makespan.
 struct TimedOrder {
   ActionOrder order;
-  double makespan = kInfinity;
+  double makespan = kNoMakespan;
 };
 
 /// Tries orders until none can be better, or a number of actions was timed: not for a time, so that
@@ -194,7 +178,7 @@ class Search {
       changed |= merge_halves_of(stage, order[static_cast<size_t>(flow_.rank_of(stage))]);
     }
     if (!changed || spent_ >= 2 * budget_) return;
-    const double makespan = fits(order, options_) ? time(order) : kInfinity;
+    const double makespan = fits(order, options_) ? time(order) : kNoMakespan;
     if (!clearly_less(best_.makespan, makespan)) {
       best_ = {std::move(order), makespan};
     } else if (last_stage - first_stage > 1) {
@@ -229,11 +213,11 @@ class Search {
       if (!may_exchange(flow_, first, second)) continue;
       const Exchange exchange{first, second};
       std::swap(first, second);
-      const double makespan = fits(actions, at.rank, options_) ? time(current.order) : kInfinity;
+      const double makespan = fits(actions, at.rank, options_) ? time(current.order) : kNoMakespan;
       std::swap(first, second);
       const bool forbidden = std::find(tabu.begin(), tabu.end(), exchange) != tabu.end() &&
                              !clearly_less(makespan, best_.makespan);
-      if (!forbidden && clearly_less(makespan, best ? best->makespan : kInfinity)) {
+      if (!forbidden && clearly_less(makespan, best ? best->makespan : kNoMakespan)) {
         best = Move{at, makespan};
       }
     }

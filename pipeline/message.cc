@@ -24,13 +24,13 @@ constexpr int64_t kFirstStride = 2;
 
 /// The first word of a tensor's header: the kind of the rest.
 enum Content : int64_t {
-  kUndefined,
+  kNoTensor,
   kElements,
   kZeros,  ///< a tensor without memory that backward passes make where a gradient is zero
 };
 
 Content content_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return kUndefined;
+  if (!tensor.defined()) return kNoTensor;
   return tensor._is_zerotensor() ? kZeros : kElements;
 }
 
@@ -41,16 +41,6 @@ std::vector<int64_t> without_expansion(at::IntArrayRef sizes, at::IntArrayRef st
   std::vector<int64_t> result = sizes.vec();
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (strides[d] == 0 && sizes[d] > 1) result[d] = 1;
-  }
-  return result;
-}
-
-/// The tensor, as far as it shows each element once.
-at::Tensor without_expansion(const at::Tensor& tensor) {
-  const std::vector<int64_t> sizes = without_expansion(tensor.sizes(), tensor.strides());
-  at::Tensor result = tensor;
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    if (sizes[d] < tensor.size(d)) result = result.narrow(d, 0, 1);
   }
   return result;
 }
@@ -199,7 +189,7 @@ void MessageLayout::copy_in(size_t index, const at::Tensor& tensor, const Elemen
     return;
   }
   at::NoGradGuard no_grad;
-  const at::Tensor compact = without_expansion(tensor.detach());
+  const at::Tensor compact = graph::without_expansion(tensor.detach());
   const std::vector<int64_t> dense = dense_strides(compact);
   const at::Tensor view = slot_of(index, elements, shift).view(compact.sizes(), dense);
   view.copy_(crosses(elements) ? as_copied(compact, dense) : compact, /*non_blocking=*/true);
@@ -222,7 +212,7 @@ std::optional<c10::Event> MessageLayout::begin_pack(const std::vector<at::Tensor
       const at::Tensor& tensor = tensors[i];
       int64_t* words = header + header_at_[i];
       words[0] = content_of(tensor);
-      if (words[0] == kUndefined) continue;
+      if (words[0] == kNoTensor) continue;
       SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(metas_[i].sizes) &&
                               tensor.scalar_type() == metas_[i].dtype,
                           "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
@@ -257,7 +247,7 @@ void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& t
       const int64_t* words = header + header_at_[i];
       const at::IntArrayRef strides(words + kFirstStride, metas_[i].sizes.size());
       switch (words[0]) {
-        case kUndefined:
+        case kNoTensor:
           tensors.emplace_back();
           break;
         case kZeros:

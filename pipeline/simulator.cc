@@ -22,9 +22,7 @@ class Simulator {
         send_(latency_.size(), 0.0),
         arrivals_(latency_.size()),
         clocks_(static_cast<size_t>(schedule.ranks()), 0.0),
-        memory_(clocks_.size(), 0.0),
-        in_flight_(stages(), 0),
-        before_input_gradients_(stages(), 0) {
+        kept_(clocks_.size(), KeptMemory(costs)) {
     for (size_t i = 0; i < edges.size(); ++i) {
       const auto there = pair(edges[i].from, edges[i].to);
       const auto back = pair(edges[i].to, edges[i].from);
@@ -33,9 +31,6 @@ class Simulator {
       send_[there] = send_[back] = costs.send[i];
     }
     result_.busy.resize(clocks_.size(), 0.0);
-    result_.peak_memory.resize(clocks_.size(), 0.0);
-    result_.peak_in_flight.resize(stages(), 0);
-    result_.peak_before_input_gradients.resize(stages(), 0);
     result_.timeline.resize(clocks_.size());
     for (int rank = 0; rank < schedule.ranks(); ++rank) {
       result_.timeline[static_cast<size_t>(rank)].reserve(schedule.actions(rank).size());
@@ -51,6 +46,9 @@ class Simulator {
     }
     for (const auto& timeline : result_.timeline) {
       result_.span.push_back(span_of(timeline));
+    }
+    for (const KeptMemory& kept : kept_) {
+      result_.peak_memory.push_back(kept.peak());
     }
     return std::move(result_);
   }
@@ -75,9 +73,9 @@ class Simulator {
       arrival(action.stage, action.peer, action.microbatch) =
           clock + latency_[pair(action.stage, action.peer)];
     } else if (action.is_compute() && schedule_.has_backward(action.stage)) {
-      keep(index, action);
+      kept_[index].add(action);
     }
-    result_.timeline[index].push_back({action, start, clock, memory_[index]});
+    result_.timeline[index].push_back({action, start, clock, kept_[index].now()});
   }
 
   double duration(const Action& action) const {
@@ -97,34 +95,6 @@ class Simulator {
       default:
         return 0;
     }
-  }
-
-  /// Counts the memory that stays on the rank after a compute, and the most until then.
-  void keep(size_t rank, const Action& action) {
-    const auto stage = static_cast<size_t>(action.stage);
-    const double for_weights = costs_.kept_for_weights[stage];
-    if (action.kind == Action::Kind::kForward) {
-      memory_[rank] += costs_.kept[stage];
-      raise(result_.peak_in_flight[stage], ++in_flight_[stage]);
-      raise(result_.peak_before_input_gradients[stage], ++before_input_gradients_[stage]);
-    }
-    if (action.kind == Action::Kind::kBackwardInput) {
-      raise(result_.peak_memory[rank], memory_[rank] + costs_.gradients_for_weights[stage]);
-    }
-    if (action.makes_input_gradients()) {
-      memory_[rank] += for_weights - costs_.kept[stage];
-      --before_input_gradients_[stage];
-    }
-    if (action.makes_weight_gradients()) {
-      memory_[rank] -= for_weights;
-      --in_flight_[stage];
-    }
-    raise(result_.peak_memory[rank], memory_[rank]);
-  }
-
-  template <class T>
-  static void raise(T& peak, T value) {
-    peak = std::max(peak, value);
   }
 
   static double span_of(const std::vector<TimedAction>& timeline) {
@@ -147,9 +117,7 @@ class Simulator {
   std::vector<double> send_;                   // likewise
   std::vector<std::vector<double>> arrivals_;  // arrivals by pair of stages, then microbatch
   std::vector<double> clocks_;                 // time of each rank
-  std::vector<double> memory_;                 // memory of each rank
-  std::vector<int> in_flight_;                 // microbatches in flight by stage
-  std::vector<int> before_input_gradients_;    // likewise
+  std::vector<KeptMemory> kept_;               // memory of each rank
   Simulation result_;
 };
 

@@ -28,12 +28,6 @@ struct Simulation {
   std::vector<double> idle;
   /// Time of each rank from its first action of compute to the end of its last.
   std::vector<double> span;
-  /// The most microbatches of each stage whose forward was run and whose backward was not, up to
-  /// the end of its second half where it is split. Without backward nothing is kept, so it is 0.
-  std::vector<int> peak_in_flight;
-  /// The same of each stage, up to the gradients of the inputs only. Memory kept between the halves
-  /// of a backward is not in it.
-  std::vector<int> peak_before_input_gradients;
   /// The most memory that each rank keeps at a time, of `costs.kept`.
   std::vector<double> peak_memory;
   /// All actions of each rank, in order.

@@ -4,10 +4,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/check.h"
 #include "core/node.h"
+#include "graph/content.h"
+#include "graph/layout.h"
 #include "graph/mode_scope.h"
 
 namespace smp::pipeline {
@@ -48,6 +51,14 @@ void Stage::set_residency(std::shared_ptr<graph::ParameterResidency> residency) 
   residency_ = std::move(residency);
   may_wait_ = true;
   segment_->set_residency(residency_);
+}
+
+void Stage::begin_step() {
+  if (shares_casts()) segment_->casts().begin_step();
+}
+
+void Stage::reserve_casts() {
+  if (shares_casts()) segment_->casts().reserve();
 }
 
 void Stage::prefetch(int microbatch) {
@@ -122,7 +133,7 @@ void Stage::enter_parameters(InFlight& state) {
     leaf = {};
     enter({parameter.value, parameter.sink,
            program_.graph.values[parameter.value].meta.requires_grad},
-          parameter.copied ? tensor.detach().clone() : tensor, state);
+          parameter.copied ? graph::copy_as_laid_out(tensor) : tensor, state);
     const at::Tensor& entered = environment_[parameter.value];
     // A leaf gets no history while it is used.
     const bool is_leaf =
@@ -139,7 +150,7 @@ void Stage::enter_all(InFlight& state, const std::vector<at::Tensor>& inputs) {
   }
   for (size_t i = 0; i < contents_.size(); ++i) {
     const auto& [value, written] = program_.contents[i];
-    environment_[value] = written ? contents_[i].clone() : contents_[i];
+    environment_[value] = written ? graph::clone_content(contents_[i]) : contents_[i];
   }
   enter_parameters(state);
   for (const auto& incoming : program_.incoming) {
@@ -154,6 +165,8 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   // Operators set the modes they were recorded in.
   at::AutoGradMode grad(true);
   InFlight& state = in_flight_[microbatch];
+  SMP_INTERNAL_ASSERT(!state.has_run, "stage ", program_.index,
+                      " has run the forward of microbatch ", microbatch, " already");
   if (residency_) residency_->begin(Pass::kForward, microbatch);
   enter_all(state, inputs);
   record_given(state);
@@ -390,6 +403,19 @@ std::vector<const void*> Stage::addresses() const {
 
 void Stage::forget_leaves() {
   for (Held& held : held_) held.spare.clear();
+}
+
+void Stage::check_done() const {
+  const auto is_taken = [](const Message& message) { return message.empty(); };
+  for (size_t m = 0; m < in_flight_.size(); ++m) {
+    const InFlight& state = in_flight_[m];
+    SMP_INTERNAL_ASSERT(!state.has_run, "stage ", program_.index, " keeps microbatch ", m,
+                        " after the step");
+    for (const auto* messages : {&state.values, &state.gradients}) {
+      SMP_INTERNAL_ASSERT(std::all_of(messages->begin(), messages->end(), is_taken), "stage ",
+                          program_.index, " has a message of microbatch ", m, " after the step");
+    }
+  }
 }
 
 void Stage::forget_microbatches() {

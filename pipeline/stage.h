@@ -75,6 +75,12 @@ class Stage {
   /// after `set_regions`.
   void set_residency(std::shared_ptr<graph::ParameterResidency> residency);
 
+  /// Before the first forward of a step, and after its last backward: in between, autocast casts a
+  /// weight once (see `graph::WeightCasts`). For one microbatch, and where parameters come and go,
+  /// that would only take memory.
+  void begin_step();
+  void end_step() { segment_->casts().end_step(); }
+
   /// Begins to bring back the microbatch's tensors from the store. Before its forward: nothing of
   /// it goes there.
   void prefetch(int microbatch);
@@ -128,6 +134,10 @@ class Stage {
   /// stop; empty if nothing is known that speaks against it. After `set_regions` and
   /// `set_residency`.
   std::string why_not_captured() const;
+  /// Before its computations are captured: in later steps they read the casts of weights where they
+  /// lie then.
+  void reserve_casts();
+  void forget_casts() { segment_->casts().forget(); }
   /// Where the data of its parameters and buffers lie.
   std::vector<const void*> addresses() const;
   /// Whether operators run again in the backward pass.
@@ -135,6 +145,9 @@ class Stage {
   /// Forgets the leaves that it keeps from one microbatch for another: autograd's functions compute
   /// on the stream on which they were made. Between steps.
   void forget_leaves();
+  /// Asserts that no microbatch is in flight, and that all messages have been taken: the rank has
+  /// done what its list says, and nothing else.
+  void check_done() const;
   /// Forgets all microbatches, after an error.
   void forget_microbatches();
 
@@ -181,6 +194,7 @@ class Stage {
     std::vector<Leaf> spare;  // leaves of microbatches that have ended
   };
 
+  bool shares_casts() const { return in_flight_.size() > 1 && residency_ == nullptr; }
   void enter(const Entry& entry, const at::Tensor& data, InFlight& state);
   void enter_parameters(InFlight& state);
   void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);

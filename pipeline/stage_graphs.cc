@@ -5,6 +5,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "core/check.h"
 
@@ -22,6 +23,18 @@ at::Tensor borrowed(const at::Tensor& tensor) {
   result._set_conj(tensor.is_conj());
   result._set_neg(tensor.is_neg());
   return result;
+}
+
+bool lie_alike(const graph::Layout& a, const graph::Layout& b) {
+  return a.sizes == b.sizes && a.strides == b.strides && a.options.dtype() == b.options.dtype() &&
+         a.options.device() == b.options.device() && a.shift == b.shift &&
+         a.conjugate == b.conjugate && a.negative == b.negative;
+}
+
+bool lie_alike(const std::vector<CapturedTensor>& a, const std::vector<CapturedTensor>& b) {
+  return std::equal(
+      a.begin(), a.end(), b.begin(), b.end(),
+      [](const CapturedTensor& one, const CapturedTensor& other) { return one.lies_like(other); });
 }
 
 }  // namespace
@@ -50,13 +63,8 @@ at::Tensor CapturedTensor::allocate() {
   return memory;
 }
 
-bool CapturedTensor::lies_like(const at::Tensor& tensor) const {
-  if (content_of(tensor) != content_) return false;
-  if (content_ != Content::kElements) return true;
-  return tensor.sizes() == at::IntArrayRef(layout_->sizes) &&
-         tensor.strides() == at::IntArrayRef(layout_->strides) &&
-         tensor.dtype() == layout_->options.dtype() &&
-         tensor.device() == layout_->options.device() && graph::shift_of(tensor) == layout_->shift;
+bool CapturedTensor::lies_like(const CapturedTensor& other) const {
+  return content_ == other.content_ && (!layout_ || lie_alike(*layout_, *other.layout_));
 }
 
 void CapturedTensor::write(const at::Tensor& tensor) const {
@@ -69,8 +77,23 @@ at::Tensor CapturedTensor::copy() const {
   return layout_ ? graph::copy_as_laid_out(tensor_) : tensor_;
 }
 
+StageGraphs::StageGraphs(Stage& stage, int microbatches)
+    : stage_(stage), server_(microbatches), is_stages_(microbatches) {
+  forget_servers();
+}
+
+void StageGraphs::forget_servers() { std::iota(server_.begin(), server_.end(), 0); }
+
 StageGraphs::Computation& StageGraphs::of(const Action& action) {
-  return computations_.at({action.kind, action.microbatch});
+  return computations_.at({action.kind, server_[action.microbatch]});
+}
+
+bool StageGraphs::are_noted_alike(const Action& action, const Action& other) const {
+  const Computation& a = computations_.at({action.kind, action.microbatch});
+  const Computation& b = computations_.at({other.kind, other.microbatch});
+  return lie_alike(a.inputs, b.inputs) &&
+         std::equal(a.arriving.begin(), a.arriving.end(), b.arriving.begin(), b.arriving.end(),
+                    [](const auto& one, const auto& other) { return lie_alike(one, other); });
 }
 
 /// Places of a computation's messages: of values, or of the gradients that go the other way.
@@ -105,6 +128,7 @@ void StageGraphs::note(const Action& action, const Inputs& inputs) {
 }
 
 void StageGraphs::forget() {
+  forget_servers();
   for (auto& [key, computation] : computations_) {
     Computation noted;
     noted.inputs = std::move(computation.inputs);
@@ -179,7 +203,7 @@ void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& c
 bool StageGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
   const Computation& computation = of(action);
   const auto is_same = [](const CapturedTensor& noted, const at::Tensor& tensor) {
-    return noted.lies_like(tensor);
+    return noted.lies_like(CapturedTensor(tensor));
   };
   for (size_t i = 0; i < computation.inputs.size(); ++i) {
     if (!is_same(computation.inputs[i], inputs[inputs_[i]])) return false;

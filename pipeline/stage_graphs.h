@@ -28,8 +28,8 @@ class CapturedTensor {
   /// New memory for it. The holder of the result owns it.
   at::Tensor allocate();
 
-  /// Whether kernels could not tell the tensor from it.
-  bool lies_like(const at::Tensor& tensor) const;
+  /// Whether kernels could not tell one from the other.
+  bool lies_like(const CapturedTensor& other) const;
   /// Copies the tensor's elements to it.
   void write(const at::Tensor& tensor) const;
   /// It, where it lies.
@@ -45,19 +45,24 @@ class CapturedTensor {
   at::Tensor tensor_;
 };
 
-/// The computations of one stage as graphs of its device: each on each microbatch is one. Inputs
-/// are copied to the graph's memory and results from there, but for gradients of parameters, which
-/// their receiver has to copy.
+/// The computations of one stage as graphs of its device, each of which may serve several
+/// microbatches. Inputs are copied to the graph's memory and results from there, but for gradients
+/// of parameters, which their receiver has to copy.
 class StageGraphs {
  public:
   /// For the computations of a step's microbatches. The stage outlives it.
-  StageGraphs(Stage& stage, int microbatches) : stage_(stage), is_stages_(microbatches) {}
+  StageGraphs(Stage& stage, int microbatches);
 
   /// Before a computation of the stage's: notes the layouts of its inputs.
   void note(const Action& action, const std::vector<at::Tensor>& inputs);
 
   /// Captures a computation that was noted. Those of a step in the order of its actions.
   void capture(const Action& action, graph::GraphCapture& capture);
+
+  /// Whether two microbatches' inputs of a computation were noted to lie alike.
+  bool are_noted_alike(const Action& action, const Action& other) const;
+  /// Launches for a microbatch the graphs of another one from now on, all of which are captured.
+  void serve(int microbatch, int captured) { server_[microbatch] = captured; }
 
   /// Does the same as `Stage::forward`. False, and nothing is done, where inputs lie otherwise than
   /// before: the microbatch is the stage's, then.
@@ -87,6 +92,7 @@ class StageGraphs {
   };
 
   Computation& of(const Action& action);
+  void forget_servers();
   std::vector<Message*> messages(const Action& action, bool arriving);
   std::vector<Message*> arriving(const Action& action) { return messages(action, true); }
   std::vector<Message*> leaving(const Action& action) { return messages(action, false); }
@@ -100,7 +106,8 @@ class StageGraphs {
   std::vector<size_t> inputs_;  // positions of the step's inputs that the stage reads
   size_t input_count_ = 0;      // inputs of the step
   std::map<std::pair<Action::Kind, int>, Computation> computations_;  // computations by microbatch
-  std::vector<bool> is_stages_;                                       // microbatches of the stage
+  std::vector<int> server_;      // microbatch whose graphs are launched, by microbatch
+  std::vector<bool> is_stages_;  // microbatches of the stage
   std::vector<const void*> addresses_;
 };
 

@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 #include "graph/content.h"
-#include "graph/replay.h"
+#include "graph/layout.h"
 #include "pipeline/stage.h"
 
 // The part of `Stage` that records and repeats the work of a stage.
@@ -21,10 +21,10 @@ uint64_t hash_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided ? graph::hash_content(tensor) : 0;
 }
 
-/// Copies a tensor with its strides to memory of its own. One that has no memory stays so.
+/// Copies a tensor as it lies to memory of its own. One that has no memory stays so.
 at::Tensor copied(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor._is_zerotensor()) return tensor;
-  return graph::copy_to(tensor.device(), tensor.detach());
+  return graph::copy_as_laid_out(tensor);
 }
 
 }  // namespace
@@ -126,9 +126,11 @@ void Stage::run_again(const std::vector<at::Tensor>& given, const graph::RandomK
   for (const auto& input : program_.inputs) inputs[input.position] = *next++;
   for (size_t i = 0; i < contents_.size(); ++i) {
     contents_[i] = next++->detach();
-    // A message does not carry this property.
+    // A message carries neither wide gaps nor that it is a number.
     const at::Tensor& recorded = program_.graph.values[program_.contents[i].value].content;
-    if (recorded.unsafeGetTensorImpl()->is_wrapped_number()) {
+    if (graph::same_content(recorded, contents_[i])) {
+      contents_[i] = recorded;
+    } else if (recorded.unsafeGetTensorImpl()->is_wrapped_number()) {
       contents_[i].unsafeGetTensorImpl()->set_wrapped_number(true);
     }
   }

@@ -6,7 +6,8 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <set>
+#include <iterator>
+#include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
@@ -50,7 +51,7 @@ void StepGraphs::add_stage(Stage& stage) {
 
 /// A reason against graphs holds ever after.
 void StepGraphs::give_up(const std::string& why_not) {
-  wait_for_launches();
+  forget_graphs();
   graphs_.clear();
   report(why_not);
 }
@@ -88,6 +89,7 @@ bool StepGraphs::are_valid() const {
 void StepGraphs::forget_graphs() {
   wait_for_launches();
   for (auto& [stage, graphs] : graphs_) graphs.forget();
+  for (const auto& [index, stage] : stages_) stage->forget_casts();
   is_captured_ = false;
 }
 
@@ -115,27 +117,75 @@ void StepGraphs::forget_captures() {
   forget_graphs();
 }
 
+/// The computations of stages that are captured, from where no forward waits for its backward to
+/// the next such point.
+std::vector<StepGraphs::Block> StepGraphs::blocks() const {
+  Block all;
+  std::copy_if(
+      actions_.begin(), actions_.end(), std::back_inserter(all),
+      [&](const Action& action) { return action.is_compute() && graphs_.count(action.stage) > 0; });
+  const auto key_of = [](const Action& action) {
+    return std::make_pair(action.stage, action.microbatch);
+  };
+  std::map<std::pair<int, int>, int> left;  // computations by stage and microbatch
+  for (const Action& action : all) ++left[key_of(action)];
+  std::set<std::pair<int, int>> waiting;
+  std::vector<Block> blocks;
+  for (const Action& action : all) {
+    if (waiting.empty()) blocks.emplace_back();
+    blocks.back().push_back(action);
+    waiting.insert(key_of(action));
+    if (--left[key_of(action)] == 0) waiting.erase(key_of(action));
+  }
+  return blocks;
+}
+
+/// Whether the graphs of one do for the other: the same computations of inputs that lie alike.
+bool StepGraphs::serves(const Block& captured, const Block& block) const {
+  const auto is_alike = [&](const Action& a, const Action& b) {
+    return a.kind == b.kind && a.stage == b.stage &&
+           a.microbatch - captured.front().microbatch == b.microbatch - block.front().microbatch &&
+           graphs_.at(a.stage).are_noted_alike(a, b);
+  };
+  return std::equal(captured.begin(), captured.end(), block.begin(), block.end(), is_alike);
+}
+
+/// Captures each block, or has the graphs of an earlier one serve it. Returns how many there are.
+size_t StepGraphs::capture(const std::vector<Block>& blocks) {
+  graph::GraphCapture capture(device_);
+  std::vector<const Block*> captured;
+  size_t graphs = 0;
+  for (const Block& block : blocks) {
+    const auto server = std::find_if(captured.begin(), captured.end(),
+                                     [&](const Block* other) { return serves(*other, block); });
+    for (size_t i = 0; i < block.size(); ++i) {
+      StageGraphs& stage = graphs_.at(block[i].stage);
+      if (server == captured.end()) {
+        stage.capture(block[i], capture);
+        ++graphs;
+      } else {
+        stage.serve(block[i].microbatch, (**server)[i].microbatch);
+      }
+    }
+    if (server == captured.end()) captured.push_back(&block);
+  }
+  return graphs;
+}
+
 void StepGraphs::capture_all() {
-  std::set<int> ordinals;
   for (const auto& [index, stage] : stages_) {
     stage->forget_leaves();
-    const auto some = stage->program().random_ordinals();
-    ordinals.insert(some.begin(), some.end());
+    stage->reserve_casts();
   }
-  size_t count = 0;
-  {
-    graph::GraphCapture capture(device_, {ordinals.begin(), ordinals.end()});
-    for (const Action& action : actions_) {
-      const auto graphs = graphs_.find(action.stage);
-      if (!action.is_compute() || graphs == graphs_.end()) continue;
-      graphs->second.capture(action, capture);
-      ++count;
-    }
-  }
+  const std::vector<Block> blocks = this->blocks();
+  const size_t graphs = capture(blocks);
   for (const auto& [index, stage] : stages_) stage->forget_leaves();
   is_captured_ = true;
-  core::log_info(c10::str("\"cuda_graphs\": ", count, " computations of ", graphs_.size(),
-                          graphs_.size() == 1 ? " stage" : " stages", " are captured"));
+  size_t computations = 0;
+  for (const Block& block : blocks) computations += block.size();
+  core::log_info(c10::str("\"cuda_graphs\": ", computations, " computations of ", graphs_.size(),
+                          graphs_.size() == 1 ? " stage" : " stages", " are captured in ", graphs,
+                          graphs == 1 ? " graph" : " graphs"));
 }
 
 bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& inputs,

@@ -18,7 +18,15 @@ namespace smp::pipeline {
 
 /// The computations of this rank in a step, as graphs of its device. A step is run operator by
 /// operator and watched; before the next one its computations are captured, in the order of the
-/// schedule, in which they are launched from then on. Belongs to one thread.
+/// schedule, in which they are launched from then on.
+///
+/// Graphs share their memory: one may overwrite what others, captured after it, have left there.
+/// Where no forward waits for its backward nothing is left, so the graphs between two such points
+/// serve all later microbatches that run likewise. Those of one microbatch do for a rank that adds
+/// up microbatches, for the last stage of 1F1B and for evaluation. A stage that holds several
+/// microbatches at a time has graphs for each of the step.
+///
+/// Belongs to one thread.
 class StepGraphs {
  public:
   /// `required`: a computation that cannot be captured is an error; else it runs operator by
@@ -48,11 +56,15 @@ class StepGraphs {
 
  private:
   enum class Use { kNothing, kNotes, kLaunches };
+  using Block = std::vector<Action>;
 
   void report(const std::string& why_not);
   void give_up(const std::string& why_not);
   std::string capture();
   void capture_all();
+  std::vector<Block> blocks() const;
+  bool serves(const Block& captured, const Block& block) const;
+  size_t capture(const std::vector<Block>& blocks);
   void forget_captures();
   void forget_graphs();
   void wait_for_launches();

@@ -82,6 +82,21 @@ class Verifier {
     }
   }
 
+  /// `costs` are filled.
+  void check_memory(const StageCosts& costs, const std::vector<double>& limits) const {
+    for (int rank = 0; rank < schedule_.ranks(); ++rank) {
+      const double limit = limits.at(static_cast<size_t>(rank));
+      KeptMemory kept(costs);
+      const auto& actions = schedule_.actions(rank);
+      for (size_t i = 0; i < actions.size(); ++i) {
+        if (schedule_.has_backward(actions[i].stage)) kept.add(actions[i]);
+        SMP_CHECK(kept.peak() <= limit * (1 + kRounding), at(rank, i), "makes the rank keep ",
+                  kept.peak(), ", memory_limit allows ", limit,
+                  ". Run a backward first, or raise memory_limit.");
+      }
+    }
+  }
+
  private:
   static constexpr int kNone = -1;
 
@@ -375,6 +390,10 @@ void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
   verifier.check_actions();
   verifier.check_complete();
   verifier.check_order(options.active_microbatches());
+  if (!options.memory_limit().empty()) {
+    const auto costs = options.costs().filled(schedule.rank_of_stage().size(), edges.size());
+    verifier.check_memory(costs, options.memory_limit());
+  }
   walk(schedule, options.credit(), [](int, size_t, const Action&) {});
 }
 

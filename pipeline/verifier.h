@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "pipeline/costs.h"
 #include "pipeline/schedule.h"
 
 namespace smp::pipeline {
@@ -15,6 +16,10 @@ struct VerifyOptions {
   /// How many messages one channel (directed edge, forward or backward) holds that were sent but
   /// not yet received. A send into a full channel waits. At least 1.
   TORCH_ARG(int, credit) = 1;
+  /// The most that a rank may keep for backwards, by rank, in the unit of `costs.kept`, and these
+  /// costs; empty: no limit.
+  TORCH_ARG(std::vector<double>, memory_limit);
+  TORCH_ARG(StageCosts, costs);
 };
 
 /// Proves that every rank can run its list to the end and that the result is right. Throws
@@ -29,6 +34,7 @@ struct VerifyOptions {
 ///   a reduce after the stage's last weight gradients;
 /// - no rank has more than `active_microbatches` in flight, from the first forward of a
 ///   microbatch on the rank to its last B or W there, since activations are kept until then;
+/// - no rank keeps more than its `memory_limit` (but for rounding);
 /// - there is no deadlock: with channels of `credit` messages all ranks reach their end. The
 ///   error then names the awaited action of each rank in the circle.
 void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,

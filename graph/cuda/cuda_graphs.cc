@@ -6,15 +6,20 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/select.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <iterator>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -71,13 +76,9 @@ void forget_workspaces(at::cuda::WorkspaceMapWithMutex& workspaces, cudaStream_t
 
 /// Lives as long as the last graph.
 struct Shared {
-  Shared(at::Device device, size_t count) : device(device) {
+  explicit Shared(at::Device device) : device(device) {
     const c10::DeviceGuard guard(device);
-    const cudaError_t code = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-    TORCH_CHECK(code == cudaSuccess, "cudaStreamCreateWithFlags: ", cudaGetErrorString(code));
-    for (size_t i = 0; i < count; ++i) {
-      generators.push_back(at::cuda::detail::createCUDAGenerator(device.index()));
-    }
+    C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
   ~Shared() {
     forget_workspaces(at::cuda::cublas_handle_stream_to_workspace(), stream);
@@ -89,8 +90,41 @@ struct Shared {
 
   const at::Device device;
   const at::cuda::MempoolId_t memory = at::cuda::graph_pool_handle();
-  std::vector<at::Generator> generators;
   cudaStream_t stream = nullptr;
+};
+
+/// The seeds of a graph's random operators, in memory of the device that the graph reads at each
+/// launch. A copy writes them all. libtorch's own way is two tensors for each generator, filled one
+/// by one, and two more for the default generator, from which no operator of ours draws.
+class Seeds {
+ public:
+  /// Memory of the current stream.
+  Seeds(at::Device device, size_t count)
+      : memory_(at::empty({static_cast<int64_t>(count) + 1}, at::device(device).dtype(at::kLong))) {
+  }
+
+  /// A generator that begins with the `number`-th seed. Its kernels note where the seed lies.
+  at::Generator generator(size_t number) const {
+    auto state = c10::make_intrusive<at::CUDAGeneratorState>();
+    state->capturing_ = true;
+    state->seed_extragraph_ = memory_[static_cast<int64_t>(number)];
+    state->offset_extragraph_ = memory_[-1];
+    return at::make_generator<at::CUDAGeneratorImpl>(memory_.device().index(), std::move(state));
+  }
+
+  /// Before the later work of the current stream. The copy reads memory of libtorch's, which is not
+  /// used again before it has ended.
+  void write(const std::vector<uint64_t>& seeds) const {
+    const at::Tensor host =
+        at::empty(memory_.sizes(), at::device(at::kCPU).dtype(at::kLong).pinned_memory(true));
+    auto* numbers = host.mutable_data_ptr<int64_t>();
+    std::copy(seeds.begin(), seeds.end(), numbers);
+    numbers[seeds.size()] = 0;
+    memory_.copy_(host, /*non_blocking=*/true);
+  }
+
+ private:
+  const at::Tensor memory_;  // behind the seeds the place in their streams where all begin: 0
 };
 
 class CudaGraph final : public DeviceGraph {
@@ -100,13 +134,11 @@ class CudaGraph final : public DeviceGraph {
   /// libtorch marks the default generator as captured, too, and leaves it so if the capture fails:
   /// it gets another one for that moment. Other threads may go on with the work that they have
   /// begun.
-  void begin(const std::vector<size_t>& generators) override {
+  void begin(size_t seeds) override {
+    if (seeds > 0) seeds_.emplace(shared_->device, seeds);
     const auto lock = lock_generators();
     const Substitute substitute(shared_->device,
                                 at::cuda::detail::createCUDAGenerator(shared_->device.index()));
-    for (size_t generator : generators) {
-      graph_.register_generator_state(shared_->generators[generator]);
-    }
     graph_.capture_begin(shared_->memory, cudaStreamCaptureModeThreadLocal);
   }
 
@@ -136,18 +168,17 @@ class CudaGraph final : public DeviceGraph {
     });
   }
 
-  void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
-                   size_t generator) override {
-    const Substitute substitute(shared_->device, shared_->generators[generator]);
+  void call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack, size_t seed) override {
+    const Substitute substitute(shared_->device, seeds_->generator(seed));
     op.callBoxed(stack);
   }
 
-  void launch(const std::vector<Seed>& seeds) override {
-    for (const Seed& seed : seeds) {
-      at::Generator generator = shared_->generators[seed.generator];
-      generator.set_current_seed(seed.seed);
-    }
-    graph_.replay();
+  /// libtorch's own `replay` would fill the seed and the offset of the default generator as well.
+  void launch(const std::vector<uint64_t>& seeds) override {
+    const c10::DeviceGuard guard(shared_->device);
+    if (!seeds.empty()) seeds_->write(seeds);
+    C10_CUDA_CHECK(cudaGraphLaunch(graph_.raw_cuda_graph_exec(),
+                                   c10::cuda::getCurrentCUDAStream(shared_->device.index())));
   }
 
  private:
@@ -161,13 +192,13 @@ class CudaGraph final : public DeviceGraph {
   }
 
   const std::shared_ptr<const Shared> shared_;
+  std::optional<Seeds> seeds_;
   at::cuda::CUDAGraph graph_;
 };
 
 class CudaGraphPool final : public DeviceGraphPool {
  public:
-  CudaGraphPool(at::Device device, size_t generators)
-      : shared_(std::make_shared<const Shared>(device, generators)) {}
+  explicit CudaGraphPool(at::Device device) : shared_(std::make_shared<const Shared>(device)) {}
 
   c10::Stream stream() const override {
     return c10::cuda::getStreamFromExternal(shared_->stream, shared_->device.index()).unwrap();
@@ -181,9 +212,8 @@ class CudaGraphPool final : public DeviceGraphPool {
 };
 
 const bool registered = [] {
-  register_device_graphs(c10::DeviceType::CUDA, [](at::Device device, size_t generators) {
-    return std::make_shared<CudaGraphPool>(device, generators);
-  });
+  register_device_graphs(c10::DeviceType::CUDA,
+                         [](at::Device device) { return std::make_shared<CudaGraphPool>(device); });
   return true;
 }();
 

@@ -42,8 +42,7 @@ class Builder final : public GraphWriter {
         outcome_(outcome),
         ids_(whole_.values.size(), kUndefined),
         conversions_(whole_.values.size()) {
-    result_.operators.resize(whole_.operators.size());
-    for (const Operator& op : whole_.operators) result_.names.push_back(op.name());
+    result_.map.operators.resize(whole_.operators.size());
   }
 
   DividedGraph run() {
@@ -51,8 +50,8 @@ class Builder final : public GraphWriter {
     for (size_t i = 0; i < whole_.operators.size(); ++i) add_call(i);
     add_ends();
     for (ValueId id : ids_) {
-      result_.values.emplace_back();
-      if (id != kUndefined) result_.values.back().push_back(id);
+      result_.map.values.emplace_back();
+      if (id != kUndefined) result_.map.values.back().push_back(id);
     }
     return std::move(result_);
   }
@@ -262,7 +261,7 @@ class Builder final : public GraphWriter {
   /// The operators that stand for a call share its cost, divided if they work on parts.
   void share_cost(const Call& call) {
     std::vector<int> sharing;
-    for (int index : result_.operators[call.index()]) {
+    for (int index : result_.map.operators[call.index()]) {
       const std::string& name = graph().operators[index].handle.operator_name().name;
       if (name != "smp::tp_reduce" && name != "smp::tp_reduce_scatter") sharing.push_back(index);
     }
@@ -281,7 +280,7 @@ class Builder final : public GraphWriter {
 
   /// Losses and linear layers that gather their input move it themselves.
   void count_inside() {
-    const int last = result_.operators[call_->index()].back();
+    const int last = result_.map.operators[call_->index()].back();
     Operator& op = graph().operators[last];
     const std::string& name = op.handle.operator_name().name;
     if (name != "smp::tp_cross_entropy" && name != "smp::tp_gathered_linear") return;

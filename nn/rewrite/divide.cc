@@ -138,33 +138,4 @@ DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   return divided;
 }
 
-std::vector<graph::ConstantOverride> DividedGraph::constants(
-    const std::vector<graph::ConstantOverride>& changes) const {
-  std::vector<graph::ConstantOverride> result;
-  for (const graph::ConstantOverride& change : changes) {
-    const auto found = targets.find({change.operator_index, change.argument});
-    if (found == targets.end()) continue;
-    for (const Target& target : found->second) {
-      SMP_CHECK_WITH(UsageError, target.operator_index >= 0, "a number in operator ",
-                     names[change.operator_index], " is now ",
-                     graph::constant_to_string(change.value),
-                     ", but it decided how tensor parallelism divided the operator. Keep it as it "
-                     "was in the first step, or give steps of another kind a step function of "
-                     "their own");
-      result.push_back({target.operator_index, target.argument,
-                        target.change ? target.change(change.value) : change.value});
-    }
-  }
-  return result;
-}
-
-std::vector<graph::ContentOverride> DividedGraph::contents(
-    const std::vector<graph::ContentOverride>& changes) const {
-  std::vector<graph::ContentOverride> result;
-  for (const graph::ContentOverride& change : changes) {
-    for (ValueId value : values[change.value]) result.push_back({value, change.content});
-  }
-  return result;
-}
-
 }  // namespace smp::nn::rewrite

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <functional>
 #include <map>
 #include <optional>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "graph/graph.h"
-#include "graph/tracer.h"
+#include "graph/graph_map.h"
 #include "smp/nn/parameter_split.h"
 #include "smp/tensor_parallelism_options.h"
 
@@ -80,11 +78,9 @@ struct Traffic {
 struct DividedGraph {
   graph::Graph graph;
   int ranks = 1;  ///< size of the group
-  /// The operators that stand for each operator of the whole graph.
-  std::vector<std::vector<int>> operators;
-  /// The value that stands for each value of the whole graph, as its operator makes it (which may
-  /// be brought to another layout at once).
-  std::vector<std::vector<graph::ValueId>> values;
+  /// From the whole graph. A value stands for one as its operator makes it, which may be brought to
+  /// another layout at once; numbers that decided how an operator was divided must stay.
+  graph::GraphMap map;
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
   std::vector<StreamDecision> streams;               ///< decisions with `DivideOptions::streams`
@@ -97,24 +93,6 @@ struct DividedGraph {
   std::map<std::string, Traffic> traffic_of;  ///< traffic by the operators' scope
   double whole_us = 0;    ///< predicted time of a microbatch, all parameters whole
   double divided_us = 0;  ///< the same as divided
-
-  /// Overrides of the whole graph's constants, as overrides of this graph's. Throws `UsageError`
-  /// for a number that decided how an operator was divided.
-  std::vector<graph::ConstantOverride> constants(
-      const std::vector<graph::ConstantOverride>& changes) const;
-  std::vector<graph::ContentOverride> contents(
-      const std::vector<graph::ContentOverride>& changes) const;
-
-  /// Where a constant of the whole graph is in this one.
-  struct Target {
-    int operator_index;  ///< -1: nowhere, it must stay as it was
-    int argument;
-    std::function<c10::IValue(const c10::IValue&)> change;  ///< null: as it is
-  };
-  /// Targets by operator and argument of the whole graph.
-  std::map<std::pair<int, int>, std::vector<Target>> targets;
-  std::vector<std::string>
-      names;  ///< names of the whole graph's operators with targets nowhere, by index
 };
 
 /// Why no parameter of the graph can be divided, as a sentence without its full stop; empty: some

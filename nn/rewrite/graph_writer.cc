@@ -95,13 +95,16 @@ ValueId GraphWriter::reduce_scatter(ValueId value, int dim) {
 
 void GraphWriter::follow(const char* from, int to,
                          std::function<c10::IValue(const c10::IValue&)> change) {
-  target(from).push_back({static_cast<int>(graph().operators.size()) - 1, to, std::move(change)});
+  places_of(from).push_back(
+      {static_cast<int>(graph().operators.size()) - 1, to, std::move(change), ""});
 }
 
-void GraphWriter::require(const char* from) { target(from).push_back({-1, 0, nullptr}); }
+void GraphWriter::require(const char* from) {
+  places_of(from).push_back({-1, 0, nullptr, call_->op().name()});
+}
 
-std::vector<DividedGraph::Target>& GraphWriter::target(const char* from) {
-  return result_.targets[{static_cast<int>(call_->index()), call_->argument(from)}];
+std::vector<graph::GraphMap::Number>& GraphWriter::places_of(const char* number) {
+  return result_.map.numbers[{static_cast<int>(call_->index()), call_->argument(number)}];
 }
 
 ValueId GraphWriter::add_value(Value value, const TensorMeta& meta, int producer, int alias_set) {
@@ -163,7 +166,7 @@ std::vector<ValueId> GraphWriter::append(Operator op, const std::vector<ShapeRes
   }
   set_reads_parameter(op);
   std::vector<ValueId> ids(op.results.begin(), op.results.end());
-  result_.operators[call_->index()].push_back(position);
+  result_.map.operators[call_->index()].push_back(position);
   graph().operators.push_back(std::move(op));
   return ids;
 }

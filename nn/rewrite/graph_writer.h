@@ -69,7 +69,7 @@ class GraphWriter : public Emitter {
   const Treatment* treatment_ = nullptr;
 
  private:
-  std::vector<DividedGraph::Target>& target(const char* from);
+  std::vector<graph::GraphMap::Number>& places_of(const char* number);
   std::vector<ShapeResult> shapes_of(graph::Operator& op) const;
   void set_reads_parameter(graph::Operator& op) const;
   bool any_requires_grad(const graph::Operator& op) const;

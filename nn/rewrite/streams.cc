@@ -18,9 +18,9 @@ using graph::Value;
 using graph::ValueId;
 
 /// A prediction that is not better by this fraction is a tie.
-constexpr double kTie = 1e-9;
+constexpr double kEqualCosts = 1e-9;
 /// How far a search follows the values of the graph.
-constexpr int kReach = 12;
+constexpr int kReachedUses = 12;
 
 class StreamChooser {
  public:
@@ -95,13 +95,13 @@ class StreamChooser {
         joins_parameters = true;
         continue;
       }
-      const double bound = cheapest ? cost_of(cheapest->outcome) * (1 - kTie)
+      const double bound = cheapest ? cost_of(cheapest->outcome) * (1 - kEqualCosts)
                                     : std::numeric_limits<double>::infinity();
       if (cost_of(grown->outcome) >= bound) continue;
       cheapest = std::move(grown);
       best_dim = dim;
     }
-    if (cheapest && cost_of(cheapest->outcome) < cost_of(best_.outcome) * (1 - kTie)) {
+    if (cheapest && cost_of(cheapest->outcome) < cost_of(best_.outcome) * (1 - kEqualCosts)) {
       note(seed, *cheapest, best_dim);
       best_ = std::move(*cheapest);
       return;
@@ -159,7 +159,7 @@ class StreamChooser {
     const bool begins = !home.is_whole() || outcome.treatments[made.producer].reduced_bytes > 0;
     const bool can_begin = can_be_brought(value, layout);
     bool pinned = false;
-    if (!(begins && can_begin) && depth < kReach) {
+    if (!(begins && can_begin) && depth < kReachedUses) {
       for (const auto& [argument, own] : origins(value, layout)) {
         pinned |= pin_origins(argument, own, outcome, pins, depth + 1);
       }
