@@ -17,7 +17,7 @@ bool all_match(const std::vector<Call>& calls, const std::function<bool(const Ca
 }
 
 // "is in smp::save". A collective that the user's own code starts says which.
-std::string place_of(const Call& call) {
+std::string caller_text(const Call& call) {
   const std::string caller = call.caller.text();
   return caller.empty() ? "called " + call.collective.text() : "is in " + caller;
 }
@@ -43,7 +43,7 @@ std::string mismatch_text(const std::vector<int>& ranks, const std::vector<Call>
   }
   const auto in_same = [&](const Call& call) { return call.caller.is_of_kind_of(first.caller); };
   if (!all_match(calls, in_same)) {
-    return list_of(ranks, calls, place_of) +
+    return list_of(ranks, calls, caller_text) +
            ". All ranks must make the same calls in the same order: look for one that only some "
            "ranks make, as within if (smp::rank() == 0).";
   }

@@ -16,7 +16,7 @@
 namespace smp::comm {
 namespace {
 
-using Kind = core::Failure::Kind;
+using FailureKind = core::Failure::Kind;
 
 constexpr std::chrono::milliseconds kLookForDeadline{100};
 
@@ -56,7 +56,7 @@ std::string text_of(const GroupState& group, const std::vector<int>& ranks) {
 template <class E>
 class WaitError final : public E, public core::FailedWait {
  public:
-  WaitError(const std::string& message, Kind kind, std::vector<int> missing,
+  WaitError(const std::string& message, FailureKind kind, std::vector<int> missing,
             std::optional<core::StallCause> cause)
       : E(message), FailedWait(kind, std::move(missing), std::move(cause)) {}
 
@@ -67,7 +67,7 @@ class WaitError final : public E, public core::FailedWait {
 
 // How a wait for `ranks` of the group has ended.
 struct Ending {
-  Kind kind;
+  FailureKind kind;
   const GroupState& group;
   const std::vector<int> ranks;
   const std::optional<core::StallCause> cause = std::nullopt;
@@ -121,8 +121,8 @@ std::string describe(const GroupState& group, const OperationInfo& info) {
 void check_abort(const Transport& transport, const GroupState& group, const OperationInfo& info,
                  const std::vector<int>& missing) {
   if (transport.aborted()) {
-    fail<CommError>(Ending{Kind::kHeard, group, missing}, transport.abort_text(), " [noticed by ",
-                    describe(group, info), "]");
+    fail<CommError>(Ending{FailureKind::kHeard, group, missing}, transport.abort_text(),
+                    " [noticed by ", describe(group, info), "]");
   }
 }
 
@@ -136,14 +136,15 @@ void fail_timeout(const GroupState& group, const OperationInfo& info,
             "failed; if it only computes for long, raise the time-out.";
   const core::WaitDiagnosis why = core::diagnose_wait();
   const std::string chain = why.chain.empty() ? "" : " The chain of waits: " + why.chain + ".";
-  fail<TimeoutError>(Ending{Kind::kTimedOut, group, missing, why.cause}, describe(group, info),
-                     " was not complete within the timeout of ", group.timeout().count() / 1000.0,
-                     " s; it waits for ", text_of(group, missing), ".", chain, remedy);
+  fail<TimeoutError>(Ending{FailureKind::kTimedOut, group, missing, why.cause},
+                     describe(group, info), " was not complete within the timeout of ",
+                     group.timeout().count() / 1000.0, " s; it waits for ", text_of(group, missing),
+                     ".", chain, remedy);
 }
 
 void fail_ended(const GroupState& group, const OperationInfo& info, int rank) {
   try {
-    fail<CommError>(Ending{Kind::kPeerEnded, group, {rank}}, describe(group, info),
+    fail<CommError>(Ending{FailureKind::kPeerEnded, group, {rank}}, describe(group, info),
                     " failed: the process of ", text_of(group, {rank}),
                     " has ended. Look at that rank's own output.");
   } catch (const CommError& error) {

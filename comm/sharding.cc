@@ -77,6 +77,13 @@ std::vector<int64_t> Sharding::sizes_of(int rank, size_t count) const {
   return result;
 }
 
+std::optional<Sharding> Sharding::along(const core::Axis& axis) const {
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    if (cuts[i].over == axis) return Sharding{sizes_of(/*rank=*/0, i), order, {cuts[i]}};
+  }
+  return std::nullopt;
+}
+
 at::Tensor Sharding::cut(at::Tensor tensor, int rank, size_t done) const {
   if (done == cuts.size()) return tensor;
   const std::vector<int64_t> expected = sizes_of(rank, done);

@@ -11,21 +11,11 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/mesh.h"
 
 // How tensors lie on ranks: values, the same on every rank, and functions that cut and join tensors
 // accordingly. Nothing is computed, so the bits stay. `rank` is a world rank. Internal.
 namespace smp::comm {
-
-/// Ranks that differ in one digit of their number only, seen from each of them.
-struct Axis {
-  int stride = 1;  ///< the digit's
-  int size = 1;
-
-  /// The position of a rank among those that differ from it.
-  int index_of(int rank) const { return rank / stride % size; }
-  /// The rank at another position.
-  int member(int rank, int index) const { return rank + (index - index_of(rank)) * stride; }
-};
 
 /// Dimension `dim` is blocks of these extents, one after the other. Each is divided evenly: a rank
 /// has its share of every block.
@@ -46,7 +36,7 @@ struct Range {
 
 /// How ranks divide a tensor that each would have whole without this cut.
 struct Cut {
-  Axis over;
+  core::Axis over;
   std::variant<Blocks, Range> how;
 };
 
@@ -59,6 +49,8 @@ struct Sharding {
   /// The sizes of a rank's part after the first cuts; for a range, its length.
   std::vector<int64_t> sizes_of(int rank, size_t count) const;
   std::vector<int64_t> sizes_of(int rank) const { return sizes_of(rank, cuts.size()); }
+  /// How the ranks along an axis divide what each would have without their cut; none: they do not.
+  std::optional<Sharding> along(const core::Axis& axis) const;
   /// A rank's part of a tensor that has undergone the first `done` cuts. Parts of blocks are
   /// contiguous copies; a range shares memory that lies in `order`.
   at::Tensor cut(at::Tensor tensor, int rank, size_t done = 0) const;

@@ -15,6 +15,7 @@
 
 namespace smp::comm {
 
+class HandOvers;
 class Operation;
 class Transport;
 
@@ -92,6 +93,10 @@ class Transport {
 
   /// See Communicator::abort.
   virtual void abort(int world_rank, const std::string& reason) noexcept = 0;
+
+  /// Where two ranks of the world, of which the first is this one, hand each other tensors of
+  /// devices: threads of one process. Null for others.
+  virtual HandOvers* hand_overs(int /*this_rank*/, int /*other*/) { return nullptr; }
 
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 

@@ -8,6 +8,8 @@
 #include <functional>
 #include <utility>
 
+#include "comm/hand_over.h"
+#include "comm/host_parts.h"
 #include "comm/message_channel.h"
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"
@@ -141,7 +143,54 @@ Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& ou
   for (const ChannelSpec& spec : incoming) {
     check_channel("source", spec);
   }
-  return comm::open_channels(transport_, group_, shared_from_this(), outgoing, incoming);
+  Channels channels = comm::open_channels(transport_, group_, shared_from_this(), of_host(outgoing),
+                                          of_host(incoming));
+  const int me = group_->world_rank;
+  for (size_t i = 0; i < outgoing.size(); ++i) {
+    const ChannelSpec& spec = outgoing[i];
+    if (HandOvers* const shared = hand_overs(spec)) {
+      auto queue = shared->open({group_->context, me, in_world(spec), spec.tag}, /*sends=*/true);
+      auto& sender = channels.senders[i];
+      sender = make_handing_sender(std::move(sender), std::move(queue), spec);
+    }
+  }
+  for (size_t i = 0; i < incoming.size(); ++i) {
+    const ChannelSpec& spec = incoming[i];
+    if (HandOvers* const shared = hand_overs(spec)) {
+      auto queue = shared->open({group_->context, in_world(spec), me, spec.tag}, /*sends=*/false);
+      auto& receiver = channels.receivers[i];
+      receiver = make_handing_receiver(std::move(receiver), std::move(queue), spec);
+    }
+  }
+  return channels;
+}
+
+int TransportCommunicator::in_world(const ChannelSpec& spec) const {
+  return group_->world_ranks[spec.peer];
+}
+
+HandOvers* TransportCommunicator::hand_overs(const ChannelSpec& spec) const {
+  return moves_on_device(spec) ? transport_->hand_overs(group_->world_rank, in_world(spec))
+                               : nullptr;
+}
+
+std::vector<ChannelSpec> TransportCommunicator::of_host(std::vector<ChannelSpec> specs) const {
+  for (ChannelSpec& spec : specs) {
+    spec = hand_overs(spec) == nullptr ? spec : host_part(spec);
+  }
+  return specs;
+}
+
+bool TransportCommunicator::hands_over() const {
+  const std::vector<int>& ranks = group_->world_ranks;
+  return size() > 1 && std::all_of(ranks.begin(), ranks.end(), [this](int other) {
+           return transport_->hand_overs(group_->world_rank, other) != nullptr;
+         });
+}
+
+bool hands_over(const Communicator& group) {
+  const auto* of_transport = dynamic_cast<const TransportCommunicator*>(&group);
+  return of_transport != nullptr && of_transport->hands_over();
 }
 
 CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,

@@ -44,6 +44,12 @@ class TransportCommunicator final : public Communicator {
   void check_collectives(bool on) override { group_->check_collectives = on; }
 
  private:
+  friend bool hands_over(const Communicator& group);
+
+  bool hands_over() const;
+  int in_world(const ChannelSpec& spec) const;
+  HandOvers* hand_overs(const ChannelSpec& spec) const;
+  std::vector<ChannelSpec> of_host(std::vector<ChannelSpec> specs) const;
   void check_tag(const char* verb, Tag tag) const;
   void check_channel(const char* argument, const ChannelSpec& spec) const;
   void check_members(const std::vector<int>& members);
@@ -56,5 +62,9 @@ class TransportCommunicator final : public Communicator {
   const std::shared_ptr<CollectiveEngine> engine_;
   const std::shared_ptr<CollectiveQueue> queue_;
 };
+
+/// Whether all channels of a group of several ranks hand tensors of devices over inside the process
+/// (comm/hand_over.h).
+bool hands_over(const Communicator& group);
 
 }  // namespace smp::comm

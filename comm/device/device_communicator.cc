@@ -12,6 +12,7 @@
 #include "comm/nccl/group_communicator.h"
 #include "comm/nccl/nccl_groups.h"
 #include "comm/reduce.h"
+#include "comm/transport_communicator.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -111,9 +112,13 @@ bool DeviceCommunicator::is_on_device(const Collective& call) const {
 namespace {
 
 /// `all_have`: each rank has a GPU that NCCL knows. `usable`: and of its own.
-std::string route_text(at::Device device, bool all_have, bool usable) {
-  if (usable) return "over NCCL, from GPU to GPU: each rank has one of its own";
-  std::string text = "through host memory: ";
+std::string route_text(const Communicator& host, at::Device device, bool all_have, bool usable) {
+  std::string text;
+  if (hands_over(host)) {
+    text = "from stage to stage on the device, since the ranks are threads of one process, else ";
+  }
+  if (usable) return text + "over NCCL, from GPU to GPU: each rank has one of its own";
+  text += "through host memory: ";
   if (all_have) return text + "ranks share a GPU";
   if (!device.is_cuda()) return text + "NCCL knows GPUs only";
   if (!has_nccl()) return text + "this build has no NCCL (docs/cuda.md)";
@@ -143,7 +148,7 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
                                    ? make_group_communicator(host, device, nccl_groups(host))
                                    : make_staged_communicator(host, device);
   if (gpus.size() > 1) {
-    dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(device, all_have, usable);
+    dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(*host, device, all_have, usable);
   }
   return made;
 }

@@ -59,7 +59,7 @@ class StagedCommunicator final : public DeviceCommunicator {
                              const Collective staged = staged_call(call, rank);
                              host.issue(staged);
                              if (call.writes(rank)) {
-                               call.output.copy_(staged.output);
+                               copy_staged(staged.output, call.output);
                              }
                            });
                            try {

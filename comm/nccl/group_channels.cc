@@ -133,16 +133,6 @@ class GroupReceiver final : public Receiver {
 
 }  // namespace
 
-std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs) {
-  for (ChannelSpec& spec : specs) {
-    if (moves_on_device(spec)) {
-      spec.bytes = spec.host_bytes;
-      spec.device = at::kCPU;
-    }
-  }
-  return specs;
-}
-
 std::vector<ChannelEnd> connection_order(int rank, const std::vector<ChannelSpec>& outgoing,
                                          const std::vector<ChannelSpec>& incoming) {
   std::vector<std::pair<std::tuple<int, int, int>, ChannelEnd>> ends;  // tag, sender, receiver

@@ -10,10 +10,6 @@
 /// Channels whose elements move from device to device over groups of two.
 namespace smp::comm {
 
-/// The parts that go through the host: the first bytes where the rest moves on the device,
-/// otherwise all.
-std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs);
-
 /// One end of a channel that a rank opens.
 struct ChannelEnd {
   bool sends;

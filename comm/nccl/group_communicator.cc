@@ -9,6 +9,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -16,8 +17,10 @@
 #include <vector>
 
 #include "comm/device/device_communicator.h"
+#include "comm/host_parts.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
+#include "comm/transport_communicator.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -25,8 +28,13 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-c10::Stream current_stream(at::Device device) {
+c10::Stream stream_of_caller(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs) {
+  std::transform(specs.begin(), specs.end(), specs.begin(), host_part);
+  return specs;
 }
 
 // NCCL moves all types as bytes; it has no 16-bit integers and no complex numbers.
@@ -58,7 +66,7 @@ class StreamWork final : public Work {
       : device_(device), done_(std::move(done)), given_(std::move(given)) {}
 
   bool test() override { return done_.query(); }
-  void wait() override { done_.block(current_stream(device_)); }
+  void wait() override { done_.block(stream_of_caller(device_)); }
 
  private:
   const at::Device device_;
@@ -109,7 +117,7 @@ class GroupCommunicator final : public DeviceCommunicator {
   WorkPtr on_side_stream(std::function<void()> collective) {
     const at::NoGradGuard no_grad;
     c10::Event ready(device().type()), done(device().type());
-    ready.record(current_stream(device()));
+    ready.record(stream_of_caller(device()));
     ready.block(side_);
     try {
       const c10::StreamGuard guard(side_);
@@ -117,7 +125,7 @@ class GroupCommunicator final : public DeviceCommunicator {
     } catch (...) {
       // The work begun may still use the caller's tensors, which go when this is thrown.
       done.record(side_);
-      done.block(current_stream(device()));
+      done.block(stream_of_caller(device()));
       throw;
     }
     done.record(side_);
@@ -255,6 +263,9 @@ class GroupCommunicator final : public DeviceCommunicator {
 
 Channels GroupCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
                                           const std::vector<ChannelSpec>& incoming) {
+  if (hands_over(*host())) {  // copy engines then leave computations all of the device
+    return host()->open_channels(outgoing, incoming);
+  }
   Channels channels = host()->open_channels(host_parts(outgoing), host_parts(incoming));
   for (const ChannelEnd& end : connection_order(rank(), outgoing, incoming)) {
     const ChannelSpec& spec = end.sends ? outgoing[end.index] : incoming[end.index];

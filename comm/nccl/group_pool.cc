@@ -91,12 +91,12 @@ void GroupPool::check_abort() {
   }
 }
 
-DeviceGroup GroupPool::get(const std::string& name, int rank, int size) {
+DeviceGroup GroupPool::get(const std::string& name, int rank, int size, GroupUse use) {
   const std::lock_guard<std::mutex> lock(mutex_);
   check_abort();
   DeviceGroup& group = groups_[name];
   if (!group) {
-    group = make_(name, rank, size);
+    group = make_(name, rank, size, use);
   }
   if (!watcher_.joinable()) {
     watcher_ = std::thread([this] { watch(); });
@@ -104,7 +104,9 @@ DeviceGroup GroupPool::get(const std::string& name, int rank, int size) {
   return group;
 }
 
-DeviceGroup GroupPool::of_all() { return get("all", host_->rank(), host_->size()); }
+DeviceGroup GroupPool::of_all() {
+  return get("all", host_->rank(), host_->size(), GroupUse::kCollectives);
+}
 
 DeviceGroup GroupPool::of_lane(int peer, Tag tag, bool sends) {
   const int sender = sends ? host_->rank() : peer, receiver = sends ? peer : host_->rank();
@@ -113,7 +115,7 @@ DeviceGroup GroupPool::of_lane(int peer, Tag tag, bool sends) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return groups_.count(name) == 0;
   }();
-  DeviceGroup group = get(name, sends ? kSenderRank : kReceiverRank, 2);
+  DeviceGroup group = get(name, sends ? kSenderRank : kReceiverRank, 2, GroupUse::kLane);
   if (is_new) {
     std::vector<at::Tensor> token = {at::zeros({1}, at::TensorOptions(at::kByte).device(device_))};
     const auto work = sends ? group->send(token, kReceiverRank, /*tag=*/0)

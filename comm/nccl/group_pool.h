@@ -23,9 +23,14 @@ namespace smp::comm {
 /// libtorch's `c10d::Backend`.
 using DeviceGroup = std::shared_ptr<c10d::Backend>;
 
+/// The use of a group: collectives, which are to be fast, or the messages of a lane, which move
+/// beside computations and are to leave these the device.
+enum class GroupUse { kCollectives, kLane };
+
 /// Makes a group of `size` ranks, of which this one is `rank`. Its ranks meet under `name`. Does
 /// not wait: ranks connect when they first use a group.
-using MakeDeviceGroup = std::function<DeviceGroup(const std::string& name, int rank, int size)>;
+using MakeDeviceGroup =
+    std::function<DeviceGroup(const std::string& name, int rank, int size, GroupUse use)>;
 
 /// In a group of two.
 constexpr int kSenderRank = 0;
@@ -66,7 +71,7 @@ class GroupPool {
   void keep(DeviceTransfer transfer);
 
  private:
-  DeviceGroup get(const std::string& name, int rank, int size);
+  DeviceGroup get(const std::string& name, int rank, int size, GroupUse use);
   void watch();
   void end_groups() noexcept;
   void check_abort();

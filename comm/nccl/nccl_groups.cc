@@ -12,9 +12,16 @@
 namespace smp::comm {
 namespace {
 
+// Blocks of threads that move a lane's messages. By default a group of two takes up to 32, beside
+// which matrix products get as many multiprocessors less. NCCL_MAX_CTAS takes precedence.
+constexpr int kLaneBlocks = 4;
+
 DeviceGroup make_nccl_group(const c10::intrusive_ptr<c10d::Store>& store, const Group& host,
-                            const std::string& name, int rank, int size) {
+                            const std::string& name, int rank, int size, GroupUse use) {
   const auto options = c10d::ProcessGroupNCCL::Options::create();
+  if (use == GroupUse::kLane) {
+    options->config.maxCTAs = kLaneBlocks;
+  }
   options->timeout = host.timeout();
   options->group_name = c10::str(host.name(), " ", name);
   const auto group = c10::make_intrusive<c10d::ProcessGroupNCCL>(
@@ -37,8 +44,9 @@ std::string nccl_gpu(at::Device device) {
 }
 
 MakeDeviceGroup nccl_groups(const CommunicatorPtr& host) {
-  return [store = make_group_store(*host), host](const std::string& name, int rank, int size) {
-    return make_nccl_group(store, *host, name, rank, size);
+  return [store = make_group_store(*host), host](const std::string& name, int rank, int size,
+                                                 GroupUse use) {
+    return make_nccl_group(store, *host, name, rank, size, use);
   };
 }
 

@@ -16,13 +16,13 @@ struct Introduction {
 };
 
 // The memory that the first rank of a host has made: 0 when it has none to offer.
-struct Offer {
+struct ShareOffer {
   uint64_t memory;
   int32_t fd;
 };
 
 // Whether a rank has mapped the offered memory; if not, it waits for the descriptor.
-struct Answer {
+struct ShareAnswer {
   bool mapped;
 };
 
@@ -86,9 +86,9 @@ std::shared_ptr<SharedMemory> share_memory(const GroupState& group, const HostLa
   const int leader = layout.local().front();
   const bool leads = leader == group.rank;
   std::shared_ptr<SharedMemory> memory = leads ? try_create(bytes) : nullptr;
-  const auto offers = gather_values(messages, group.size,
-                                    memory ? Offer{memory->id(), memory->fd()} : Offer{0, -1});
-  const Offer& offer = offers[leader];
+  const auto offers = gather_values(
+      messages, group.size, memory ? ShareOffer{memory->id(), memory->fd()} : ShareOffer{0, -1});
+  const ShareOffer& offer = offers[leader];
   if (!leads && offer.memory != 0) {
     memory = open_memory_of(layout.processes[leader], offer.fd, offer.memory, bytes);
   }
@@ -96,21 +96,22 @@ std::shared_ptr<SharedMemory> share_memory(const GroupState& group, const HostLa
   if (!memory && offer.memory != 0) {
     mailbox = std::make_unique<FdMailbox>(mailbox_of(offer.memory, group.rank));
   }
-  const auto have_it = [](const std::vector<Answer>& answers) {
-    return std::all_of(answers.begin(), answers.end(), [](const Answer& a) { return a.mapped; });
+  const auto have_it = [](const std::vector<ShareAnswer>& answers) {
+    return std::all_of(answers.begin(), answers.end(),
+                       [](const ShareAnswer& a) { return a.mapped; });
   };
-  auto answers = gather_values(messages, group.size, Answer{memory != nullptr});
+  auto answers = gather_values(messages, group.size, ShareAnswer{memory != nullptr});
   if (!have_it(answers)) {
     for (const int rank : layout.local()) {
       if (leads && memory && !answers[rank].mapped) {
         post_fd(mailbox_of(memory->id(), rank), memory->fd());
       }
     }
-    gather_values(messages, group.size, Answer{});  // all descriptors are sent
+    gather_values(messages, group.size, ShareAnswer{});  // all descriptors are sent
     if (mailbox) {
       memory = SharedMemory::map(mailbox->take(), bytes, offer.memory);
     }
-    answers = gather_values(messages, group.size, Answer{memory != nullptr});
+    answers = gather_values(messages, group.size, ShareAnswer{memory != nullptr});
   }
   if (leads && memory) {
     memory->close_fd();

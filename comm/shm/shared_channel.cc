@@ -20,7 +20,7 @@ namespace {
 
 using Clock = Transport::Clock;
 
-constexpr size_t kAlignment = 64;
+constexpr size_t kSlotAlignment = 64;
 
 /// A message of this many bytes is announced before it is written, for being woken takes as long as
 /// writing several hundred KiB. Shorter ones are there as soon.
@@ -198,7 +198,8 @@ class SharedReceiver final : public Receiver {
 
 SharedLayout::SharedLayout(const ChannelSpec& spec)
     : slots_(static_cast<uint32_t>(spec.held + spec.ahead)),
-      slot_bytes_((static_cast<size_t>(spec.bytes) + kAlignment - 1) / kAlignment * kAlignment) {}
+      slot_bytes_((static_cast<size_t>(spec.bytes) + kSlotAlignment - 1) / kSlotAlignment *
+                  kSlotAlignment) {}
 
 PeerWait::PeerWait(std::shared_ptr<Transport> transport, std::shared_ptr<const GroupState> group,
                    const char* verb, const ChannelSpec& spec, ProcessWatch peer)

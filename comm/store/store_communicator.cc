@@ -26,7 +26,7 @@ namespace {
 using std::chrono::milliseconds;
 
 // How much longer than its time-out c10d may take to say that there is no store.
-constexpr milliseconds kGrace{1000};
+constexpr milliseconds kLateness{1000};
 
 // The worlds of this process: the others learn how it ended.
 class LiveWorlds {
@@ -179,7 +179,7 @@ c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, int po
   auto opened =
       call_apart([host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   const std::string where = c10::str("the store of rank 0 at ", host, " port ", port);
-  SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kGrace) == std::future_status::ready,
+  SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kLateness) == std::future_status::ready,
                  where, " has given no answer within ", timeout.count() / 1000.0,
                  " s. Look whether rank 0 is stopped");
   try {
@@ -217,7 +217,7 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
       c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
   auto opened = call_apart(
       [host = place.host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
-  SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kGrace) == std::future_status::ready,
+  SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kLateness) == std::future_status::ready,
                  "rank ", place.rank, " has had no answer from", where, "none within ",
                  timeout.count() / 1000.0,
                  " s. Check that rank 0 has started, is not stopped, and "

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/hand_over.h"
 #include "comm/message_matcher.h"
 #include "comm/transport.h"
 
@@ -34,6 +35,9 @@ class ThreadWorld final : public Transport {
   }
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
   void abort(int world_rank, const std::string& reason) noexcept override;
+  HandOvers* hand_overs(int this_rank, int other) override {
+    return shares_memory(this_rank, other) ? &hand_overs_ : nullptr;
+  }
 
   /// The rank whose abort came first, -1 if none has called it.
   int aborting_rank() const { return aborting_rank_; }
@@ -43,7 +47,8 @@ class ThreadWorld final : public Transport {
   bool has_core_for_each_rank_;
   std::atomic<int> aborting_rank_{-1};
   std::deque<MessageMatcher> matchers_;  // matchers by receiving rank
-  std::mutex mutex_;                     // guards everything below
+  HandOvers hand_overs_;
+  std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   int contexts_ = 1;                                         // 0 is the world
   std::map<std::pair<int, int>, int> splits_;                // (parent, rank) -> splits so far
