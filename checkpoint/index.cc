@@ -3,17 +3,18 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <set>
 
 #include "checkpoint/file.h"
 #include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/json_reader.h"
 #include "core/text.h"
 
 namespace smp::checkpoint {
 namespace {
 
+using core::JsonReader;
 using nlohmann::json;
 using nlohmann::ordered_json;
 
@@ -81,95 +82,21 @@ void append_pretty(const ordered_json& value, size_t indent, size_t column, std:
   out += "\n" + std::string(indent, ' ') + line.back();
 }
 
-/// A JSON value of an index together with where it is, so that every access can tell its
-/// expectation and the place.
-class Node {
- public:
-  Node(const json& value, std::string file, std::string path)
-      : value_(value), file_(std::move(file)), path_(std::move(path)) {}
+[[noreturn]] void fail_in(const std::string& file, const std::string& place,
+                          const std::string& problem) {
+  core::fail<CheckpointError>("\"", core::printable(file), "\" is malformed at ", place, ": ",
+                              problem, ". Use another checkpoint.");
+}
 
-  Node at(const std::string& key) const {
-    expect(value_.is_object(), "an object");
-    const auto found = value_.find(key);
-    if (found == value_.end()) {
-      fail(c10::str("expected key \"", core::printable(key), "\", got none"));
-    }
-    return {*found, file_, path_ + "/" + key};
-  }
+std::vector<int64_t> sizes_of(const JsonReader& node) {
+  std::vector<int64_t> sizes;
+  for (const JsonReader& element : node.elements()) sizes.push_back(element.integer(0));
+  return sizes;
+}
 
-  bool has(const std::string& key) const { return value_.is_object() && value_.contains(key); }
-
-  std::vector<std::pair<std::string, Node>> members() const {
-    expect(value_.is_object(), "an object");
-    std::vector<std::pair<std::string, Node>> result;
-    for (const auto& [key, value] : value_.items()) {
-      result.emplace_back(key, Node(value, file_, path_ + "/" + key));
-    }
-    return result;
-  }
-
-  std::string text() const {
-    expect(value_.is_string(), "a string");
-    return value_.get<std::string>();
-  }
-
-  uint64_t count() const {
-    expect(value_.is_number_unsigned(), "a non-negative integer");
-    return value_.get<uint64_t>();
-  }
-
-  int64_t integer() const {
-    expect(value_.is_number_integer(), "an integer");
-    return value_.get<int64_t>();
-  }
-
-  std::vector<Node> elements() const {
-    expect(value_.is_array(), "an array");
-    std::vector<Node> result;
-    for (size_t i = 0; i < value_.size(); ++i) {
-      result.emplace_back(value_[i], file_, path_ + "/" + std::to_string(i));
-    }
-    return result;
-  }
-
-  std::vector<int64_t> counts() const {
-    std::vector<int64_t> result;
-    for (const Node& element : elements()) {
-      const uint64_t count = element.count();
-      element.expect(count <= uint64_t{std::numeric_limits<int64_t>::max()},
-                     "an integer of 63 bits");
-      result.push_back(static_cast<int64_t>(count));
-    }
-    return result;
-  }
-
-  std::map<std::string, uint64_t> counts_by_name() const {
-    std::map<std::string, uint64_t> result;
-    for (const auto& [key, element] : members()) result[key] = element.count();
-    return result;
-  }
-
-  const json& value() const { return value_; }
-
-  void expect(bool ok, const std::string& expected) const {
-    if (ok) return;
-    fail(c10::str("expected ", expected, ", got ", core::printable(value_.dump(), kLineWidth)));
-  }
-
-  [[noreturn]] void fail(const std::string& what) const {
-    core::fail<CheckpointError>("\"", core::printable(file_), "\" is malformed at \"",
-                                core::printable(path_), "\": ", what, ". Use another checkpoint.");
-  }
-
- private:
-  const json& value_;
-  std::string file_;
-  std::string path_;
-};
-
-TensorSpec parse_spec(const Node& node) {
+TensorSpec parse_spec(const JsonReader& node) {
   const std::string dtype = node.at("dtype").text();
-  TensorSpec spec{at::kFloat, node.at("shape").counts()};
+  TensorSpec spec{at::kFloat, sizes_of(node.at("shape"))};
   try {
     spec.dtype = dtype_from_name(dtype);
     byte_size(spec);
@@ -179,13 +106,13 @@ TensorSpec parse_spec(const Node& node) {
   return spec;
 }
 
-TensorEntry parse_entry(const Node& node, const std::map<std::string, uint64_t>& files) {
+TensorEntry parse_entry(const JsonReader& node, const std::map<std::string, uint64_t>& files) {
   TensorEntry entry;
   entry.spec = parse_spec(node);
-  const Node file = node.at("file");
+  const JsonReader file = node.at("file");
   entry.file = file.text();
-  file.expect(files.count(entry.file) == 1, "a file listed under \"/files\"");
-  const Node hash = node.at("xxh64");
+  file.expect(files.count(entry.file) == 1, "a file listed under \"files\"");
+  const JsonReader hash = node.at("xxh64");
   const std::string digits = hash.text();
   hash.expect(
       digits.size() == 16 && digits.find_first_not_of("0123456789abcdef") == std::string::npos,
@@ -194,7 +121,7 @@ TensorEntry parse_entry(const Node& node, const std::map<std::string, uint64_t>&
   return entry;
 }
 
-void parse_files(const Node& node, Index& index) {
+void parse_files(const JsonReader& node, Index& index) {
   for (const auto& [name, size] : node.members()) {
     // A name with a slash could point out of the folder.
     const bool plain = !name.empty() && name.find('/') == std::string::npos && name != "..";
@@ -203,16 +130,16 @@ void parse_files(const Node& node, Index& index) {
   }
 }
 
-void check_name(const std::string& name, const Node& node) {
+void check_name(const std::string& name, const JsonReader& node) {
   if (name.size() <= kLongestName) return;
   node.fail(c10::str("expected a name of at most ", kLongestName, " bytes, got ", name.size()));
 }
 
-void parse_model(const Node& node, Index& index) {
+void parse_model(const JsonReader& node, Index& index) {
   for (const auto& [name, value] : node.members()) {
     check_name(name, value);
-    if (value.has("same_as")) {
-      index.aliases[name] = value.at("same_as").text();
+    if (const auto same_as = value.find("same_as")) {
+      index.aliases[name] = same_as->text();
     } else {
       index.model[name] = parse_entry(value, index.files);
     }
@@ -223,39 +150,42 @@ void parse_model(const Node& node, Index& index) {
 }
 
 /// Checks the optimizer's part as far as this folder knows it: a parameter is in one group.
-void check_optimizer(const Node& node) {
-  if (node.has("state")) node.at("state").members();
-  if (!node.has("param_groups")) return;
+void check_optimizer(const JsonReader& node) {
+  if (const auto state = node.find("state")) state->members();
+  const auto groups = node.find("param_groups");
+  if (!groups) return;
   std::set<std::string> names;
-  for (const Node& group : node.at("param_groups").elements()) {
+  for (const JsonReader& group : groups->elements()) {
     group.at("type").text();
     group.at("options").members();
-    for (const Node& name : group.at("params").elements()) {
+    for (const JsonReader& name : group.at("params").elements()) {
       name.expect(names.insert(name.text()).second, "a parameter that is listed once");
     }
   }
 }
 
-RunState parse_run(const Node& root) {
+RunState parse_run(const JsonReader& root) {
   RunState run;
-  const Node step = root.at("step");
+  const JsonReader step = root.at("step");
   run.step = step.integer();
   step.expect(run.step >= 0, "a non-negative integer");
-  const Node shards = root.at("gradient_shards");
+  const JsonReader shards = root.at("gradient_shards");
   run.gradient_shards = shards.integer();
   shards.expect(1 <= run.gradient_shards && run.gradient_shards <= kMaxGradientShards,
                 "a positive number of replicas");
   run.random.seed = root.at("random").at("seed").count();
-  run.random.step_calls = root.at("random").at("step_calls").counts_by_name();
+  for (const auto& [name, calls] : root.at("random").at("step_calls").members()) {
+    run.random.step_calls[name] = calls.count();
+  }
   run.user_content = root.at("user_content").value();
-  const Node extra = root.at("extra");
+  const JsonReader extra = root.at("extra");
   extra.expect(extra.value().is_object(), "an object");
   run.extra = extra.value();
   return run;
 }
 
-void check_version(const Node& root, const std::string& path) {
-  const Node format = root.at("format");
+void check_version(const JsonReader& root, const std::string& path) {
+  const JsonReader format = root.at("format");
   format.expect(format.value() == kFormat, c10::str("\"", kFormat, "\""));
   const int64_t version = root.at("format_version").integer();
   SMP_CHECK_WITH(CheckpointError, version == kFormatVersion, "cannot read \"",
@@ -395,7 +325,7 @@ Index Index::from_text(const std::string& text, const std::string& path) {
   SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", core::printable(path),
                  "\" is malformed: expected a JSON object with each key once, got ", text.size(),
                  " bytes that are none. Use another checkpoint.");
-  const Node root(parsed, path, "");
+  const JsonReader root(parsed, path, fail_in);
   check_version(root, path);
   check_checksum(text, path);
   Index index;

@@ -224,7 +224,7 @@ uint64_t SafetensorsWriter::append(const at::Tensor& tensor) {
   SMP_INTERNAL_ASSERT(next_ < specs_.size() && spec_of(tensor) == specs_[next_],
                       "a tensor out of order");
   ++next_;
-  const at::Tensor host = tensor.detach().cpu().contiguous();
+  const at::Tensor host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous();
   const char* bytes = static_cast<const char*>(host.const_data_ptr());
   Hasher hasher;
   for (size_t done = 0; done < host.nbytes();) {  // while a piece is in the caches

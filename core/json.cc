@@ -22,41 +22,60 @@ namespace {
 using nlohmann::json;
 
 // Functions that recur over a value could not bear any depth.
-constexpr int kMaxDepth = 256;
+constexpr size_t kMaxDepth = 256;
 
-// Follows the objects that are open while the parser runs, to see keys that occur twice; the
-// parser itself silently keeps the last.
-class DuplicateKeys {
+// Looks at the events of a parser. One that builds a tree and has a callback goes through all
+// members of an object, or elements of an array, again for each structure in it.
+class Inspection final : public nlohmann::json_sax<json> {
  public:
-  void operator()(json::parse_event_t event, const json& parsed) {
-    if (event == json::parse_event_t::object_start) {
-      open_.emplace_back();
-    } else if (event == json::parse_event_t::object_end) {
-      open_.pop_back();
-    } else if (event == json::parse_event_t::key) {
-      Object& object = open_.back();
-      object.current = parsed.get<std::string>();
-      if (!object.seen.insert(object.current).second && first_.empty()) first_ = path();
-    }
+  const JsonOutline& outline() const { return outline_; }
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(int64_t) override { return true; }
+  bool number_unsigned(uint64_t) override { return true; }
+  bool number_float(double, const std::string&) override { return true; }
+  bool string(std::string&) override { return true; }
+  bool binary(json::binary_t&) override { return true; }
+  bool start_object(size_t) override {
+    open_.emplace_back();
+    outline_.is_too_deep = open_.size() > kMaxDepth;
+    return !outline_.is_too_deep;
+  }
+  // The parser of a tree would silently keep the last of two values.
+  bool key(std::string& name) override {
+    Structure& object = open_.back();
+    object.key = name;
+    if (!object.seen.insert(name).second && outline_.repeated.empty()) outline_.repeated = path();
+    return true;
+  }
+  bool end_object() override {
+    open_.pop_back();
+    return true;
+  }
+  bool start_array(size_t size) override { return start_object(size); }
+  bool end_array() override { return end_object(); }
+  bool parse_error(size_t, const std::string&, const json::exception&) override {
+    outline_.is_malformed = true;
+    return false;
   }
 
-  /// The path of the first key that occurred twice, or empty.
-  const std::string& first() const { return first_; }
-
  private:
-  struct Object {
-    std::set<std::string> seen;
-    std::string current;
+  struct Structure {
+    std::set<std::string> seen;  // keys; arrays have none
+    std::string key;
   };
 
   std::string path() const {
     std::string text;
-    for (const Object& object : open_) text += (text.empty() ? "" : ".") + object.current;
+    for (const Structure& structure : open_) {
+      if (!structure.seen.empty()) text += (text.empty() ? "" : ".") + structure.key;
+    }
     return text;
   }
 
-  std::vector<Object> open_;
-  std::string first_;
+  std::vector<Structure> open_;
+  JsonOutline outline_;
 };
 
 // "line 3, column 5" of the byte (1-based) at which the parser stopped.
@@ -171,17 +190,19 @@ std::string read_to_the_end(int pipe, std::chrono::milliseconds patience, uint64
 
 }  // namespace
 
+JsonOutline outline_of(const std::string& text) {
+  Inspection inspection;
+  json::sax_parse(text, &inspection);
+  return inspection.outline();
+}
+
 json parse_json(const std::string& text, const std::string& source_name) {
-  DuplicateKeys duplicates;
-  int deepest = 0;
-  const auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
-    deepest = std::max(deepest, depth);
-    duplicates(event, parsed);
-    return true;
-  };
+  const JsonOutline outline = outline_of(text);
+  SMP_CHECK_WITH(ConfigError, !outline.is_too_deep, source_name, ": expected JSON of at most ",
+                 kMaxDepth, " levels, got more. Write values without so many brackets.");
   json parsed;
   try {
-    parsed = json::parse(text, watch);
+    parsed = json::parse(text);
   } catch (const json::parse_error& error) {
     SMP_CHECK_WITH(ConfigError, false, source_name, ": malformed JSON at ",
                    position(text, error.byte), ": ", printable(reason(error), 200),
@@ -191,10 +212,8 @@ json parse_json(const std::string& text, const std::string& source_name) {
                             ": a number is too large for JSON: ", printable(reason(error), 100),
                             ". Write a smaller one.");
   }
-  SMP_CHECK_WITH(ConfigError, deepest <= kMaxDepth, source_name, ": expected JSON of at most ",
-                 kMaxDepth, " levels, got ", deepest, ". Write values without so many brackets.");
-  SMP_CHECK_WITH(ConfigError, duplicates.first().empty(), source_name, ": \"",
-                 printable(duplicates.first(), 100),
+  SMP_CHECK_WITH(ConfigError, outline.repeated.empty(), source_name, ": \"",
+                 printable(outline.repeated, 100),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;
 }

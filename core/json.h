@@ -8,8 +8,18 @@
 
 namespace smp::core {
 
+/// A text as JSON, without its values.
+struct JsonOutline {
+  bool is_malformed = false;
+  bool is_too_deep = false;  ///< more than 256 levels, which functions that recur could not bear
+  std::string repeated;      ///< path of the first key that an object has twice; empty: none
+};
+
+/// Looks at `text` to its end, or to the first fault. Takes time by its length.
+JsonOutline outline_of(const std::string& text);
+
 /// Parses `text`. Throws `ConfigError` for malformed JSON, with `source_name`, line and column,
-/// and for a key that occurs twice in one object, with its path.
+/// for a key that occurs twice in one object, with its path, and for more than 256 levels.
 nlohmann::json parse_json(const std::string& text, const std::string& source_name);
 
 /// The contents of a file, which errors call `what` ("the configuration file"). Throws

@@ -11,6 +11,9 @@ namespace {
 
 using nlohmann::json;
 
+/// Names are cut to so many bytes in paths, of which each reader has a copy.
+constexpr size_t kShownName = 120;
+
 /// A value in an error text: short.
 std::string preview(const json& value) {
   if (value.is_object()) return "an object";
@@ -28,15 +31,15 @@ std::string integer_range(int64_t minimum, int64_t maximum) {
 
 }  // namespace
 
-JsonReader::JsonReader(const json& document, std::string source_name)
-    : value_(&document), source_(std::move(source_name)) {}
+JsonReader::JsonReader(const json& document, std::string source_name, Fail fail)
+    : value_(&document), source_(std::move(source_name)), fail_(fail) {}
 
-JsonReader::JsonReader(const json& value, const std::string& source, std::string path)
-    : value_(&value), source_(source), path_(std::move(path)) {}
+JsonReader::JsonReader(const json& value, const JsonReader& whole, std::string path)
+    : value_(&value), source_(whole.source_), path_(std::move(path)), fail_(whole.fail_) {}
 
 JsonReader JsonReader::at(const std::string& key) const {
   const auto member = find(key);
-  if (!member) fail_expected("an object with \"" + key + "\"");
+  if (!member) fail_expected("an object with \"" + printable(key, kShownName) + "\"");
   return *member;
 }
 
@@ -44,22 +47,47 @@ std::optional<JsonReader> JsonReader::find(const std::string& key) const {
   if (!value_->is_object()) fail_expected("an object");
   const auto member = value_->find(key);
   if (member == value_->end()) return std::nullopt;
-  return JsonReader(*member, source_, path_.empty() ? key : path_ + "." + key);
+  const std::string name = key.size() > kShownName ? printable(key, kShownName) : key;
+  return JsonReader(*member, *this, path_.empty() ? name : path_ + "." + name);
+}
+
+bool JsonReader::has(const std::string& key) const {
+  if (!value_->is_object()) return false;
+  const auto member = value_->find(key);
+  return member != value_->end() && !member->is_null();
+}
+
+std::vector<std::pair<std::string, JsonReader>> JsonReader::members() const {
+  expect(value_->is_object(), "an object");
+  std::vector<std::pair<std::string, JsonReader>> result;
+  for (const auto& item : value_->items()) result.emplace_back(item.key(), at(item.key()));
+  return result;
 }
 
 size_t JsonReader::size() const {
-  if (!value_->is_array()) fail_expected("an array");
+  expect(value_->is_array(), "an array");
   return value_->size();
 }
 
 JsonReader JsonReader::at(size_t index) const {
   if (index >= size()) fail_expected(c10::str("an array with an element ", index));
-  return JsonReader((*value_)[index], source_, c10::str(path_, "[", index, "]"));
+  return JsonReader((*value_)[index], *this, path_ + "[" + std::to_string(index) + "]");
+}
+
+std::vector<JsonReader> JsonReader::elements() const {
+  std::vector<JsonReader> result;
+  for (size_t i = 0; i < size(); ++i) result.push_back(at(i));
+  return result;
 }
 
 bool JsonReader::boolean() const {
-  if (!value_->is_boolean()) fail_expected("true or false");
+  expect(value_->is_boolean(), "true or false");
   return value_->get<bool>();
+}
+
+uint64_t JsonReader::count() const {
+  expect(value_->is_number_unsigned(), "a non-negative integer");
+  return value_->get<uint64_t>();
 }
 
 int64_t JsonReader::integer(int64_t minimum, int64_t maximum) const {
@@ -75,22 +103,27 @@ int64_t JsonReader::integer(int64_t minimum, int64_t maximum) const {
 }
 
 double JsonReader::number() const {
-  if (!value_->is_number()) fail_expected("a number");
+  expect(value_->is_number(), "a number");
   return value_->get<double>();
 }
 
 std::string JsonReader::text() const {
-  if (!value_->is_string()) fail_expected("a string");
+  expect(value_->is_string(), "a string");
   return value_->get<std::string>();
 }
 
+void JsonReader::expect(bool ok, const std::string& expected) const {
+  if (!ok) fail_expected(expected);
+}
+
 void JsonReader::fail_expected(const std::string& expected) const {
-  fail(c10::str("expected ", expected, ", got ", preview(*value_)), "");
+  fail(c10::str("expected ", expected, ", got ", preview(*value_)));
 }
 
 void JsonReader::fail(const std::string& problem, const std::string& remedy) const {
-  core::fail<ConfigError>(source_, ": ",
-                          path_.empty() ? "" : "\"" + printable(path_) + "\": ", problem, ".",
+  const std::string quoted = "\"" + printable(path_) + "\"";
+  if (fail_ != nullptr) fail_(source_, path_.empty() ? "its beginning" : quoted, problem);
+  core::fail<ConfigError>(source_, ": ", path_.empty() ? "" : quoted + ": ", problem, ".",
                           remedy.empty() ? "" : " " + remedy);
 }
 

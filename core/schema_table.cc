@@ -248,10 +248,10 @@ std::vector<Parameter> partition_rows() {
       text(
           "cost_model", "auto",
           "The costs of calls, bytes, floating point operations and messages in the partitioner, "
-          "where the model itself is not measured: `auto` has fixed numbers for cores and for "
-          "GPUs, `measured` measures the device and the links between ranks in the first step, the "
-          "name of a GPU (`h100`) is that one's data sheet, and anything else is a JSON file (see "
-          "docs/partitioning.md)."),
+          "where the model itself is not measured: `auto` takes those of a core, or of the GPU by "
+          "its properties, `measured` measures the device and the links between ranks in the first "
+          "step, the name of a GPU (`h100`) is that one's data sheet, and anything else is a JSON "
+          "file (see docs/partitioning.md)."),
       boolean("trace_memory_usage", false,
               "Measure in the first step the memory kept from forward to backward. `false` takes "
               "it to be that of the operators' results."),

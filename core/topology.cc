@@ -9,23 +9,19 @@
 
 namespace smp {
 
-const char* to_string(CommGroup group) {
-  switch (group) {
-    case CommGroup::kWorld:
-      return "world";
-    case CommGroup::kPp:
-      return "pp";
-    case CommGroup::kTp:
-      return "tp";
-    case CommGroup::kRdp:
-      return "rdp";
-    case CommGroup::kMp:
-      return "mp";
-    case CommGroup::kDp:
-      return "dp";
-  }
-  SMP_INTERNAL_ASSERT(false, "unknown group");
-}
+namespace {
+
+/// Kinds of groups in the order of `CommGroup`, with the digits in which their ranks differ.
+struct GroupKind {
+  const char* name;
+  const char* digits;
+};
+constexpr GroupKind kGroups[] = {{"world", "PTD"}, {"pp", "P"},  {"tp", "T"},
+                                 {"rdp", "D"},     {"mp", "PT"}, {"dp", "TD"}};
+
+}  // namespace
+
+const char* to_string(CommGroup group) { return kGroups[static_cast<int>(group)].name; }
 
 }  // namespace smp
 
@@ -99,18 +95,8 @@ Topology::Topology(const Config& config, const std::vector<std::string>& hosts) 
   pp_ = static_cast<int>(config.partitions());
   tp_ = static_cast<int>(config.tensor_parallel_degree());
   rdp_ = world_size / (pp_ * tp_);
+  sdp_ = static_cast<int>(config.sharded_data_parallel_degree());
   strategy_ = letters(config.placement_strategy());
-  for (int rank = 0; rank < world_size; ++rank) {
-    Place place;
-    int rest = rank;
-    for (auto letter = strategy_.rbegin(); letter != strategy_.rend(); ++letter) {
-      int& digit = *letter == 'P' ? place.pp : *letter == 'T' ? place.tp : place.rdp;
-      const int radix = *letter == 'P' ? pp_ : *letter == 'T' ? tp_ : rdp_;
-      digit = rest % radix;
-      rest /= radix;
-    }
-    places_.push_back(place);
-  }
 }
 
 int64_t Topology::least_size(const Config& config) {
@@ -153,65 +139,34 @@ int Topology::local_size(int rank) const {
   return static_cast<int>(std::count(hosts_.begin(), hosts_.end(), hosts_[rank]));
 }
 
-int Topology::size(CommGroup group) const {
-  switch (group) {
-    case CommGroup::kWorld:
-      return static_cast<int>(places_.size());
-    case CommGroup::kPp:
-      return pp_size();
-    case CommGroup::kTp:
-      return tp_size();
-    case CommGroup::kRdp:
-      return rdp_size();
-    case CommGroup::kMp:
-      return mp_size();
-    case CommGroup::kDp:
-      return dp_size();
-  }
-  SMP_INTERNAL_ASSERT(false, "unknown group");
+Axis Topology::pieces() const {
+  const Axis replicas = axis(CommGroup::kRdp);
+  return sdp_ > 1 ? replicas.split(sdp_).first : replicas;
 }
 
-bool Topology::together(CommGroup group, const Place& a, const Place& b) {
-  const bool same_pp = a.pp == b.pp;
-  const bool same_tp = a.tp == b.tp;
-  const bool same_rdp = a.rdp == b.rdp;
-  switch (group) {
-    case CommGroup::kWorld:
-      return true;
-    case CommGroup::kPp:
-      return same_tp && same_rdp;
-    case CommGroup::kTp:
-      return same_pp && same_rdp;
-    case CommGroup::kRdp:
-      return same_pp && same_tp;
-    case CommGroup::kMp:
-      return same_rdp;
-    case CommGroup::kDp:
-      return same_pp;
+Axes Topology::axes(CommGroup group) const { return axes(kGroups[static_cast<int>(group)].digits); }
+
+Axes Topology::axes(const std::string& letters) const {
+  Axes result;
+  int stride = 1;
+  for (auto letter = strategy_.rbegin(); letter != strategy_.rend(); ++letter) {
+    const int size = *letter == 'P' ? pp_ : *letter == 'T' ? tp_ : rdp_;
+    if (letters.find(*letter) != std::string::npos) {
+      result.digits.insert(result.digits.begin(), {stride, size});
+    }
+    stride *= size;
   }
-  SMP_INTERNAL_ASSERT(false, "unknown group");
+  return result;
 }
 
 std::vector<int> Topology::members(CommGroup group, int rank) const {
   check_rank(rank);
-  std::vector<int> ranks;
-  for (int other = 0; other < size(); ++other) {
-    if (together(group, places_[rank], places_[other])) ranks.push_back(other);
-  }
-  return ranks;
+  return axes(group).members(rank);
 }
 
 int Topology::rank_in(CommGroup group, int rank) const {
-  const auto ranks = members(group, rank);
-  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
-}
-
-std::vector<std::vector<int>> Topology::groups(CommGroup group) const {
-  std::vector<std::vector<int>> all;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank_in(group, rank) == 0) all.push_back(members(group, rank));
-  }
-  return all;
+  check_rank(rank);
+  return axes(group).index_of(rank);
 }
 
 std::string Topology::to_string() const {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/mesh.h"
 #include "smp/comm_group.h"
 #include "smp/config.h"
 
@@ -34,7 +35,7 @@ class Topology {
   /// replicas.
   static int64_t least_size(const Config& config);
 
-  int size() const { return size(CommGroup::kWorld); }
+  int size() const { return static_cast<int>(hosts_.size()); }
   /// The name of the host of world rank `rank`.
   const std::string& host(int rank) const;
   int local_rank(int rank) const;
@@ -47,11 +48,17 @@ class Topology {
   int pp_size() const { return pp_; }
   int tp_size() const { return tp_; }
   int rdp_size() const { return rdp_; }
-  int mp_size() const { return pp_ * tp_; }
-  int dp_size() const { return rdp_ * tp_; }
 
+  /// A kind of group as the axes that it folds, or those of letters of `placement_strategy`.
+  Axes axes(CommGroup group) const;
+  Axes axes(const std::string& letters) const;
+  /// The ranks that differ in pp_rank, tp_rank or rdp_rank only.
+  Axis axis(CommGroup group) const { return axes(group).digits.front(); }
+  /// The replicas that divide parameters, or their state for updates: with sharded data parallelism
+  /// neighbours, else all.
+  Axis pieces() const;
   /// The number of ranks of each group of this kind.
-  int size(CommGroup group) const;
+  int size(CommGroup group) const { return axes(group).size(); }
 
   /// The position of world rank `rank` inside its group of this kind.
   int rank_in(CommGroup group, int rank) const;
@@ -59,27 +66,17 @@ class Topology {
   /// The world ranks, ascending, of the group of this kind that `rank` belongs to.
   std::vector<int> members(CommGroup group, int rank) const;
 
-  /// All groups of this kind, ordered by their first member.
-  std::vector<std::vector<int>> groups(CommGroup group) const;
-
   /// A table with one line per rank.
   std::string to_string() const;
 
  private:
-  struct Place {
-    int pp = 0;
-    int tp = 0;
-    int rdp = 0;
-  };
-
-  static bool together(CommGroup group, const Place& a, const Place& b);
   void check_rank(int rank) const;
 
   int pp_ = 1;
   int tp_ = 1;
   int rdp_ = 1;
+  int sdp_ = 1;
   std::string strategy_;
-  std::vector<Place> places_;       // places by world rank
   std::vector<std::string> hosts_;  // hosts by world rank
 };
 

@@ -47,11 +47,11 @@ auto reading(const std::string& path, const F& read) {
   }
 }
 
-Sizes read_numbers(const JsonPlace& places) {
+Sizes read_numbers(const core::JsonReader& places) {
   Sizes numbers;
-  for (const JsonPlace& place : places.elements()) {
+  for (const core::JsonReader& place : places.elements()) {
     const int64_t number = place.at("as_int").integer();
-    if (number < 0) place.expect("a number that is not negative");
+    if (number < 0) place.fail_expected("a number that is not negative");
     numbers.push_back(number);
   }
   return numbers;
@@ -96,26 +96,26 @@ struct Layout {
   }
 };
 
-Layout read_tensor_layout(const JsonPlace& meta) {
+Layout read_tensor_layout(const core::JsonReader& meta) {
   Layout layout{read_dtype(meta.at("dtype")), read_numbers(meta.at("sizes")),
                 read_numbers(meta.at("strides")), meta.at("storage_offset").at("as_int").integer()};
   read_layout(meta.at("layout"));
   if (layout.strides.size() != layout.sizes.size()) {
-    meta.at("strides").expect("one for each size");
+    meta.at("strides").fail_expected("one for each size");
   }
-  if (layout.sizes.size() > kMaxDimensions) meta.at("sizes").expect("at most 64 sizes");
-  if (layout.offset < 0) meta.at("storage_offset").expect("a number that is not negative");
+  if (layout.sizes.size() > kMaxDimensions) meta.at("sizes").fail_expected("at most 64 sizes");
+  if (layout.offset < 0) meta.at("storage_offset").fail_expected("a number that is not negative");
   return layout;
 }
 
 /// Throws where elements lie outside of the storage, or in each other's place so that a small file
 /// would make a large tensor.
-void check_fits(const Layout& layout, size_t bytes, const JsonPlace& meta) {
+void check_fits(const Layout& layout, size_t bytes, const core::JsonReader& meta) {
   const auto room = static_cast<int64_t>(bytes / c10::elementSize(layout.dtype));
   const auto span = span_of(layout.sizes, layout.strides, layout.offset);
   const auto count = product_of(layout.sizes);
   if (!span || !count || *span > room || *count > room) {
-    meta.expect("a tensor within its record, which has " + std::to_string(bytes) + " bytes");
+    meta.fail_expected("a tensor within its record, which has " + std::to_string(bytes) + " bytes");
   }
 }
 
@@ -168,14 +168,14 @@ void Archive::add_tensors(const std::string& folder, const std::string& kind,
   const std::string file = path_ + ", " + record;
   std::map<std::string, c10::Storage> storages;
   std::map<std::pair<std::string, Layout>, at::Tensor> known;
-  for (const auto& [name, entry] : JsonPlace(json, file).at("config").items()) {
+  for (const auto& [name, entry] : program_json(json, file).at("config").members()) {
     const std::string data = entry.at("path_name").text();
     const bool is_raw = entry.has("use_pickle") && !entry.at("use_pickle").boolean();
     SMP_CHECK_WITH(CheckpointError, is_raw && entry.has("tensor_meta"), "exported program \"",
                    path_, "\": \"", core::printable(name, 100),
                    "\" is stored as a pickle, or is no tensor, and pickles are never read. Make it "
                    "an ordinary dense tensor before the export");
-    const JsonPlace meta = entry.at("tensor_meta");
+    const core::JsonReader meta = entry.at("tensor_meta");
     const Layout layout = read_tensor_layout(meta);
     auto stored = storages.find(data);
     if (stored == storages.end()) stored = storages.emplace(data, storage(folder + data)).first;
@@ -187,7 +187,7 @@ void Archive::add_tensors(const std::string& folder, const std::string& kind,
     }
     const bool requires_grad = meta.at("requires_grad").boolean();
     const bool is_new = tensors.emplace(name, StoredTensor{tensor, requires_grad}).second;
-    if (!is_new) entry.expect("a name that no weight has");
+    if (!is_new) entry.fail_expected("a name that no weight has");
   }
 }
 

@@ -12,9 +12,9 @@ namespace smp::exported {
 namespace {
 
 template <class T>
-T read(const JsonPlace& place, const std::map<int64_t, T>& values, const char* expected) {
+T read(const core::JsonReader& place, const std::map<int64_t, T>& values, const char* expected) {
   const auto found = values.find(place.integer());
-  if (found == values.end()) place.expect(expected);
+  if (found == values.end()) place.fail_expected(expected);
   return found->second;
 }
 
@@ -60,26 +60,26 @@ const std::map<int64_t, at::MemoryFormat>& memory_formats() {
 
 }  // namespace
 
-at::ScalarType read_dtype(const JsonPlace& place) {
+at::ScalarType read_dtype(const core::JsonReader& place) {
   return read(place, dtypes(), "the number of a known data type");
 }
 
-at::Layout read_layout(const JsonPlace& place) {
+at::Layout read_layout(const core::JsonReader& place) {
   static const std::map<int64_t, at::Layout> values = {{kDenseLayout, at::kStrided}};
   return read(place, values, "the layout of dense tensors, 7");
 }
 
-at::MemoryFormat read_memory_format(const JsonPlace& place) {
+at::MemoryFormat read_memory_format(const core::JsonReader& place) {
   return read(place, memory_formats(), "the number of a known memory format");
 }
 
-at::Device read_device(const JsonPlace& place) {
+at::Device read_device(const core::JsonReader& place) {
   std::string name = place.at("type").text();
   if (place.has("index")) name += ":" + std::to_string(place.at("index").integer());
   try {
     return at::Device(name);
   } catch (const c10::Error&) {
-    place.expect("a device that this libtorch knows");
+    place.fail_expected("a device that this libtorch knows");
   }
 }
 

@@ -9,15 +9,15 @@
 #include <cstdint>
 #include <optional>
 
-#include "exported/json_place.h"
+#include "core/json_reader.h"
 
 /// Enumerations, whose numbers in exported programs are not libtorch's.
 namespace smp::exported {
 
-at::ScalarType read_dtype(const JsonPlace& place);
-at::Layout read_layout(const JsonPlace& place);
-at::MemoryFormat read_memory_format(const JsonPlace& place);
-at::Device read_device(const JsonPlace& place);
+at::ScalarType read_dtype(const core::JsonReader& place);
+at::Layout read_layout(const core::JsonReader& place);
+at::MemoryFormat read_memory_format(const core::JsonReader& place);
+at::Device read_device(const core::JsonReader& place);
 
 /// The number of a type in exported programs; nothing for one that they do not have.
 std::optional<int64_t> number_of(at::ScalarType dtype);

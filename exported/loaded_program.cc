@@ -13,6 +13,7 @@
 #include "checkpoint/untrusted_json.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "exported/json_place.h"
 #include "exported/read_program.h"
 #include "graph/intercept.h"
 
@@ -63,7 +64,7 @@ std::string shown(const c10::IValue& value) {
 LoadedProgram::LoadedProgram(const std::string& path) {
   Archive archive(path);
   const nlohmann::json json = checkpoint::parse_untrusted(archive.program());
-  program_ = read_program(JsonPlace(json, path));
+  program_ = read_program(program_json(json, path));
   bind_actions(path, program_.function);
   const auto stored = archive.tensors();
   for (const Input& input : program_.inputs) {

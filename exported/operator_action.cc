@@ -20,7 +20,7 @@
 namespace smp::exported {
 namespace {
 
-using Kind = Argument::Kind;
+using ArgumentKind = Argument::Kind;
 using c10::TypeKind;
 
 const std::string kPrefix = "torch.ops.";
@@ -140,7 +140,7 @@ std::optional<c10::IValue> cast_or_none(const c10::IValue& value, const Operand&
   return cast(value, operand.element->kind());
 }
 
-std::optional<c10::IValue> value_of(const Operand& operand, const Frame& frame) {
+std::optional<c10::IValue> operand_value(const Operand& operand, const Frame& frame) {
   if (operand.fixed) return operand.fixed;
   if (!operand.is_list) return cast_or_none(exported::value_of(operand.source, frame), operand);
   const c10::TypePtr type =
@@ -157,8 +157,8 @@ std::optional<c10::IValue> value_of(const Operand& operand, const Frame& frame) 
 /// Values that no run changes. A number that stands for a tensor is made anew in each.
 bool is_fixed(const Argument& argument, const Operand& operand) {
   const bool is_tensor = operand.element->kind() == TypeKind::TensorType;
-  if (argument.kind == Kind::kConstant) return !is_tensor || argument.constant.isNone();
-  return argument.kind == Kind::kList &&
+  if (argument.kind == ArgumentKind::kConstant) return !is_tensor || argument.constant.isNone();
+  return argument.kind == ArgumentKind::kList &&
          std::all_of(argument.elements.begin(), argument.elements.end(),
                      [&](const Argument& element) { return is_fixed(element, operand); });
 }
@@ -172,7 +172,7 @@ class OperatorAction final : public Action {
     torch::jit::Stack stack;
     stack.reserve(operands_.size());
     for (const Operand& operand : operands_) {
-      auto value = value_of(operand, frame);
+      auto value = operand_value(operand, frame);
       SMP_INTERNAL_ASSERT(value.has_value(), "argument ", stack.size() + 1, " of ",
                           op_.operator_name());
       stack.push_back(*std::move(value));
@@ -230,24 +230,25 @@ class Binding {
       return operand;
     }
     operand.source = *given;
-    const bool is_none = given->kind == Kind::kConstant && given->constant.isNone();
+    const bool is_none = given->kind == ArgumentKind::kConstant && given->constant.isNone();
     if (is_none && argument.type()->kind() == TypeKind::OptionalType) {
       operand.fixed = c10::IValue();
       return operand;
     }
     if (const int64_t values = values_of_enumeration(argument)) check_enumeration(*given, values);
-    if (operand.is_list && operand.source.kind != Kind::kList) expand(argument, operand.source);
+    if (operand.is_list && operand.source.kind != ArgumentKind::kList)
+      expand(argument, operand.source);
     if (!takes(operand, operand.source, operand.is_list)) {
       refuse("has an argument \"" + argument.name() + "\" that is no " + argument.type()->str());
     }
     if (is_fixed(operand.source, operand)) {
-      operand.fixed = value_of(operand, Frame{function_, Environment(), {}});
+      operand.fixed = operand_value(operand, Frame{function_, Environment(), {}});
     }
     return operand;
   }
 
   void check_enumeration(const Argument& given, int64_t values) const {
-    const bool is_number = given.kind == Kind::kConstant && given.constant.isInt();
+    const bool is_number = given.kind == ArgumentKind::kConstant && given.constant.isInt();
     if (!is_number || given.constant.toInt() < 0 || given.constant.toInt() >= values) {
       refuse("has a dtype, layout or memory format that there is not");
     }
@@ -272,25 +273,25 @@ class Binding {
   /// One number for a list of a fixed length: `int[2] stride=1`.
   void expand(const c10::Argument& argument, Argument& source) const {
     Argument list;
-    list.kind = Kind::kList;
+    list.kind = ArgumentKind::kList;
     list.elements.assign(static_cast<size_t>(argument.N().value_or(1)), source);
     source = std::move(list);
   }
 
   bool takes(const Operand& operand, const Argument& argument, bool list) const {
     switch (argument.kind) {
-      case Kind::kList:
+      case ArgumentKind::kList:
         return list && std::all_of(argument.elements.begin(), argument.elements.end(),
                                    [&](const Argument& element) {
                                      return takes(operand, element, /*list=*/false);
                                    });
-      case Kind::kFunction:
+      case ArgumentKind::kFunction:
         return false;
-      case Kind::kDevice:
+      case ArgumentKind::kDevice:
         return operand.element->kind() == TypeKind::DeviceObjType;
-      case Kind::kConstant:
+      case ArgumentKind::kConstant:
         return !list && cast_or_none(argument.constant, operand).has_value();
-      case Kind::kSlot:
+      case ArgumentKind::kSlot:
         return !list && cast(example(function_.values[argument.slot].type), operand.element->kind())
                             .has_value();
     }

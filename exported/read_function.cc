@@ -12,6 +12,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/enumerations.h"
+#include "exported/json_place.h"
 
 namespace smp::exported {
 namespace {
@@ -49,23 +50,23 @@ class Reading {
     function_.name = std::move(name);
   }
 
-  Function read(const JsonPlace& graph) {
-    for (const JsonPlace& input : graph.at("inputs").elements()) add_input(input);
+  Function read(const core::JsonReader& graph) {
+    for (const core::JsonReader& input : graph.at("inputs").elements()) add_input(input);
     const auto nodes = graph.at("nodes").elements();
     function_.nodes.reserve(nodes.size());
-    for (const JsonPlace& node : nodes) add_node(node);
-    for (const JsonPlace& output : graph.at("outputs").elements()) {
+    for (const core::JsonReader& node : nodes) add_node(node);
+    for (const core::JsonReader& output : graph.at("outputs").elements()) {
       function_.outputs.push_back(argument(output));
     }
     find_last_uses();
     return std::move(function_);
   }
 
-  Argument argument(const JsonPlace& place) {
-    const auto [tag, value] = place.tagged();
+  Argument argument(const core::JsonReader& place) {
+    const auto [tag, value] = tagged(place);
     const auto found = readers().find(tag);
     if (found == readers().end()) {
-      core::fail<CheckpointError>("exported program \"", place.file(),
+      core::fail<CheckpointError>("exported program \"", place.source(),
                                   "\": ", node_.empty() ? "a result" : node_,
                                   " has an argument of kind \"", core::printable(tag, 60),
                                   "\", which this version cannot load. Rewrite that part of the "
@@ -76,27 +77,39 @@ class Reading {
   }
 
  private:
-  using Read = std::function<Argument(Reading&, const JsonPlace&)>;
+  using Read = std::function<Argument(Reading&, const core::JsonReader&)>;
 
   static const std::unordered_map<std::string, Read>& readers() {
-    static const auto elements = [](Reading& reading, const JsonPlace& place, const Read& read) {
+    static const auto elements = [](Reading& reading, const core::JsonReader& place,
+                                    const Read& read) {
       std::vector<Argument> arguments;
-      for (const JsonPlace& element : place.elements()) arguments.push_back(read(reading, element));
+      for (const core::JsonReader& element : place.elements())
+        arguments.push_back(read(reading, element));
       return list(std::move(arguments));
     };
     static const auto list_of = [](Read read) -> Read {
-      return [read = std::move(read)](Reading& reading, const JsonPlace& place) {
+      return [read = std::move(read)](Reading& reading, const core::JsonReader& place) {
         return elements(reading, place, read);
       };
     };
-    static const Read none = [](Reading&, const JsonPlace&) { return constant({}); };
-    static const Read integer = [](Reading&, const JsonPlace& p) { return constant(p.integer()); };
-    static const Read real = [](Reading&, const JsonPlace& p) { return constant(p.real()); };
-    static const Read boolean = [](Reading&, const JsonPlace& p) { return constant(p.boolean()); };
-    static const Read text = [](Reading&, const JsonPlace& p) { return constant(p.text()); };
-    static const Read named = [](Reading& r, const JsonPlace& p) { return r.value(p.at("name")); };
-    static const Read symbolic = [](Reading& r, const JsonPlace& p) { return r.symbolic(p); };
-    static const Read any = [](Reading& r, const JsonPlace& p) { return r.argument(p); };
+    static const Read none = [](Reading&, const core::JsonReader&) { return constant({}); };
+    static const Read integer = [](Reading&, const core::JsonReader& p) {
+      return constant(p.integer());
+    };
+    static const Read real = [](Reading&, const core::JsonReader& p) {
+      return constant(real_of(p));
+    };
+    static const Read boolean = [](Reading&, const core::JsonReader& p) {
+      return constant(p.boolean());
+    };
+    static const Read text = [](Reading&, const core::JsonReader& p) { return constant(p.text()); };
+    static const Read named = [](Reading& r, const core::JsonReader& p) {
+      return r.value(p.at("name"));
+    };
+    static const Read symbolic = [](Reading& r, const core::JsonReader& p) {
+      return r.symbolic(p);
+    };
+    static const Read any = [](Reading& r, const core::JsonReader& p) { return r.argument(p); };
     static const std::unordered_map<std::string, Read> table = {
         {"as_none", none},
         {"as_tensor", named},
@@ -118,30 +131,30 @@ class Reading {
         {"as_sym_bool", symbolic},
         {"as_sym_bools", list_of(symbolic)},
         {"as_complex",
-         [](Reading&, const JsonPlace& p) {
-           return constant(c10::complex<double>(p.at("real").real(), p.at("imag").real()));
+         [](Reading&, const core::JsonReader& p) {
+           return constant(c10::complex<double>(real_of(p.at("real")), real_of(p.at("imag"))));
          }},
         {"as_scalar_type",
-         [](Reading&, const JsonPlace& p) {
+         [](Reading&, const core::JsonReader& p) {
            return constant(static_cast<int64_t>(read_dtype(p)));
          }},
         {"as_layout",
-         [](Reading&, const JsonPlace& p) {
+         [](Reading&, const core::JsonReader& p) {
            return constant(static_cast<int64_t>(read_layout(p)));
          }},
         {"as_memory_format",
-         [](Reading&, const JsonPlace& p) {
+         [](Reading&, const core::JsonReader& p) {
            return constant(static_cast<int64_t>(read_memory_format(p)));
          }},
         {"as_device",
-         [](Reading& r, const JsonPlace& p) {
+         [](Reading& r, const core::JsonReader& p) {
            r.reader_.note_device(p);
            Argument argument;
            argument.kind = Kind::kDevice;
            return argument;
          }},
         {"as_graph",
-         [](Reading& r, const JsonPlace& p) {
+         [](Reading& r, const core::JsonReader& p) {
            Argument argument;
            argument.kind = Kind::kFunction;
            argument.function =
@@ -152,11 +165,11 @@ class Reading {
     return table;
   }
 
-  Argument value(const JsonPlace& name) const {
+  Argument value(const core::JsonReader& name) const {
     const auto found = slots_.find(name.text());
     if (found == slots_.end()) {
       core::fail<CheckpointError>(
-          "exported program \"", name.file(), "\": ", node_.empty() ? "a result" : node_,
+          "exported program \"", name.source(), "\": ", node_.empty() ? "a result" : node_,
           " reads value \"", core::printable(name.text(), 60),
           "\", which nothing before it makes. The file is damaged: write it again by "
           "torch.export.save");
@@ -167,17 +180,17 @@ class Reading {
     return argument;
   }
 
-  Argument symbolic(const JsonPlace& place) const {
-    const auto [tag, value] = place.tagged();
+  Argument symbolic(const core::JsonReader& place) const {
+    const auto [tag, value] = tagged(place);
     if (tag == "as_name") return this->value(value);
     if (tag == "as_int") return constant(value.integer());
-    if (tag == "as_float") return constant(value.real());
+    if (tag == "as_float") return constant(real_of(value));
     if (tag == "as_bool") return constant(value.boolean());
-    place.expect("the name of a value, or a number");
+    place.fail_expected("the name of a value, or a number");
   }
 
-  void add_input(const JsonPlace& input) {
-    const auto [tag, value] = input.tagged();
+  void add_input(const core::JsonReader& input) {
+    const auto [tag, value] = tagged(input);
     const bool is_symbol = tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool";
     if (tag == "as_tensor" || is_symbol) {
       function_.inputs.push_back(add_value(tag, value));
@@ -188,7 +201,7 @@ class Reading {
   }
 
   /// The slot of a new value.
-  Slot add_value(const std::string& tag, const JsonPlace& place) {
+  Slot add_value(const std::string& tag, const core::JsonReader& place) {
     static const std::unordered_map<std::string, ValueType> types = {
         {"as_tensor", ValueType::kTensor},
         {"as_sym_int", ValueType::kInteger},
@@ -198,7 +211,7 @@ class Reading {
     const std::string name = place.at(type == ValueType::kTensor ? "name" : "as_name").text();
     const Slot slot = static_cast<Slot>(function_.values.size());
     if (!slots_.emplace(name, slot).second) {
-      core::fail<CheckpointError>("exported program \"", place.file(), "\": value \"",
+      core::fail<CheckpointError>("exported program \"", place.source(), "\": value \"",
                                   core::printable(name, 60),
                                   "\" is made twice. The file is damaged: write it again by "
                                   "torch.export.save");
@@ -207,18 +220,18 @@ class Reading {
     return slot;
   }
 
-  Result result(const JsonPlace& place) {
-    const auto [tag, value] = place.tagged();
+  Result result(const core::JsonReader& place) {
+    const auto [tag, value] = tagged(place);
     if (tag == "as_none") return {false, {kNoSlot}};
     if (tag == "as_optional_tensor") return result(value);
     if (tag == "as_tensors" || tag == "as_optional_tensors") {
       Result list{true, {}};
-      for (const JsonPlace& element : value.elements()) {
+      for (const core::JsonReader& element : value.elements()) {
         if (tag == "as_tensors") {
           list.slots.push_back(add_value("as_tensor", element));
         } else {
           const Result one = result(element);
-          if (one.is_list) element.expect("a tensor or nothing");
+          if (one.is_list) element.fail_expected("a tensor or nothing");
           list.slots.push_back(one.slots.front());
         }
       }
@@ -226,12 +239,12 @@ class Reading {
     }
     if (tag != "as_tensor" && tag != "as_sym_int" && tag != "as_sym_float" &&
         tag != "as_sym_bool") {
-      place.expect("a tensor, tensors, a number or nothing");
+      place.fail_expected("a tensor, tensors, a number or nothing");
     }
     return {false, {add_value(tag, value)}};
   }
 
-  void add_node(const JsonPlace& place) {
+  void add_node(const core::JsonReader& place) {
     Node node;
     node.target = place.at("target").text();
     node.name = place.has("name") ? place.at("name").text() : "";
@@ -239,10 +252,10 @@ class Reading {
     if (place.has("metadata") && place.at("metadata").has("nn_module_stack")) {
       node.module = module_of(place.at("metadata").at("nn_module_stack").text());
     }
-    for (const JsonPlace& input : place.at("inputs").elements()) {
+    for (const core::JsonReader& input : place.at("inputs").elements()) {
       node.arguments.push_back({input.at("name").text(), argument(input.at("arg"))});
     }
-    for (const JsonPlace& output : place.at("outputs").elements()) {
+    for (const core::JsonReader& output : place.at("outputs").elements()) {
       node.results.push_back(result(output));
     }
     function_.nodes.push_back(std::move(node));
@@ -281,18 +294,18 @@ class Reading {
 
 }  // namespace
 
-Function FunctionReader::read(const JsonPlace& graph, const std::string& name) {
+Function FunctionReader::read(const core::JsonReader& graph, const std::string& name) {
   return Reading(*this, name).read(graph);
 }
 
-Argument FunctionReader::read_constant(const JsonPlace& argument) {
+Argument FunctionReader::read_constant(const core::JsonReader& argument) {
   return Reading(*this, "").argument(argument);
 }
 
-void FunctionReader::note_device(const JsonPlace& place) {
+void FunctionReader::note_device(const core::JsonReader& place) {
   const at::Device device = read_device(place);
   if (!device_) device_ = device;
-  SMP_CHECK_WITH(CheckpointError, *device_ == device, "exported program \"", place.file(),
+  SMP_CHECK_WITH(CheckpointError, *device_ == device, "exported program \"", place.source(),
                  "\" uses several devices, ", device_->str(), " and ", device.str(),
                  ". A loaded program runs on one, that of its rank: export the model with all its "
                  "tensors on one device");

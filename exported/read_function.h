@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "exported/json_place.h"
+#include "core/json_reader.h"
 #include "exported/program.h"
 
 namespace smp::exported {
@@ -15,13 +15,13 @@ class FunctionReader {
  public:
   /// A graph of the schema. Throws `CheckpointError` where a node reads a value that none before it
   /// makes, as in a cycle, or makes one twice.
-  Function read(const JsonPlace& graph, const std::string& name);
+  Function read(const core::JsonReader& graph, const std::string& name);
 
   /// An argument that holds no value of a function. Anything else is an error.
-  Argument read_constant(const JsonPlace& argument);
+  Argument read_constant(const core::JsonReader& argument);
 
   /// Notes a device that the program names. Throws `CheckpointError` if it is the second.
-  void note_device(const JsonPlace& place);
+  void note_device(const core::JsonReader& place);
   std::optional<at::Device> device() const { return device_; }
 
  private:

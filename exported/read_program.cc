@@ -13,33 +13,34 @@
 #include "core/text.h"
 #include "exported/enumerations.h"
 #include "exported/format_version.h"
+#include "exported/json_place.h"
 #include "exported/read_function.h"
 
 namespace smp::exported {
 namespace {
 
-void check_versions(const JsonPlace& json) {
+void check_versions(const core::JsonReader& json) {
   const int64_t major = json.at("schema_version").at("major").integer();
-  SMP_CHECK_WITH(CheckpointError, major == kSchemaMajor, "exported program \"", json.file(),
+  SMP_CHECK_WITH(CheckpointError, major == kSchemaMajor, "exported program \"", json.source(),
                  "\" has schema version ", major, ", and this version of smp reads version ",
                  kSchemaMajor,
                  ", which torch 2.9 and later write. Export the model again by one "
                  "of them");
   const int64_t opset = json.at("opset_version").at("aten").integer();
-  SMP_CHECK_WITH(CheckpointError, opset == kOpset, "exported program \"", json.file(),
+  SMP_CHECK_WITH(CheckpointError, opset == kOpset, "exported program \"", json.source(),
                  "\" uses version ", opset,
                  " of the operators, and this version of smp knows "
                  "version ",
                  kOpset, ". Export the model again by the torch that you link");
 }
 
-LinearSize read_size(const JsonPlace& place) {
-  const auto [tag, value] = place.tagged();
+LinearSize read_size(const core::JsonReader& place) {
+  const auto [tag, value] = tagged(place);
   if (tag == "as_int") return {value.integer(), {}};
-  if (tag != "as_expr") place.expect("a number or an expression");
+  if (tag != "as_expr") place.fail_expected("a number or an expression");
   const std::string text = value.at("expr_str").text();
   const auto size = parse_linear_size(text);
-  SMP_CHECK_WITH(CheckpointError, size.has_value(), "exported program \"", place.file(),
+  SMP_CHECK_WITH(CheckpointError, size.has_value(), "exported program \"", place.source(),
                  "\": an input has size \"", core::printable(text, 100),
                  "\", which is no sum of multiples of dynamic sizes. Declare the sizes of inputs "
                  "in dynamic_shapes as Dim(...), or as multiples of one");
@@ -47,28 +48,28 @@ LinearSize read_size(const JsonPlace& place) {
 }
 
 /// The value with which a program was exported; no other may be given.
-c10::IValue read_fixed(const JsonPlace& place, FunctionReader& reader) {
+c10::IValue read_fixed(const core::JsonReader& place, FunctionReader& reader) {
   const Argument argument = reader.read_constant(place);
   if (argument.kind != Argument::Kind::kConstant) {
-    place.expect("a number, a string or nothing, as the other inputs of users are");
+    place.fail_expected("a number, a string or nothing, as the other inputs of users are");
   }
   return argument.constant;
 }
 
 /// Reads the user's input for `slot`.
-Input user_input(const JsonPlace& argument, const JsonPlace& graph, const Function& function,
-                 Slot slot, FunctionReader& reader) {
+Input user_input(const core::JsonReader& argument, const core::JsonReader& graph,
+                 const Function& function, Slot slot, FunctionReader& reader) {
   Input input;
   if (slot == kNoSlot) {
     input.fixed = read_fixed(argument, reader);
     return input;
   }
   const Value& own = function.values[slot];
-  const auto [tag, value] = argument.tagged();
+  const auto [tag, value] = tagged(argument);
   const bool is_tensor = own.type == ValueType::kTensor;
   if ((tag == "as_tensor") != is_tensor ||
       value.at(is_tensor ? "name" : "as_name").text() != own.name) {
-    argument.expect("the graph's input of that place");
+    argument.fail_expected("the graph's input of that place");
   }
   input.name = own.name;
   input.type = own.type;
@@ -76,20 +77,20 @@ Input user_input(const JsonPlace& argument, const JsonPlace& graph, const Functi
     input.sizes = {read_size(graph.at("sym_int_values").at(input.name))};
   }
   if (!is_tensor) return input;
-  const JsonPlace meta = graph.at("tensor_values").at(input.name);
+  const core::JsonReader meta = graph.at("tensor_values").at(input.name);
   input.dtype = read_dtype(meta.at("dtype"));
   read_layout(meta.at("layout"));
-  for (const JsonPlace& size : meta.at("sizes").elements()) {
+  for (const core::JsonReader& size : meta.at("sizes").elements()) {
     input.sizes.push_back(read_size(size));
     const LinearSize& read = input.sizes.back();
-    if (read.terms.empty() && read.constant < 0) size.expect("a size that is not negative");
+    if (read.terms.empty() && read.constant < 0) size.fail_expected("a size that is not negative");
   }
   return input;
 }
 
-Input read_input(const JsonPlace& place, const JsonPlace& graph, const Function& function,
-                 Slot slot, FunctionReader& reader) {
-  const auto [tag, spec] = place.tagged();
+Input read_input(const core::JsonReader& place, const core::JsonReader& graph,
+                 const Function& function, Slot slot, FunctionReader& reader) {
+  const auto [tag, spec] = tagged(place);
   if (tag == "user_input") return user_input(spec.at("arg"), graph, function, slot, reader);
   Input input;
   if (tag == "parameter") {
@@ -105,7 +106,7 @@ Input read_input(const JsonPlace& place, const JsonPlace& graph, const Function&
     input.name = spec.at("name").text();
     input.fixed = read_fixed(spec.at("value"), reader);
   } else {
-    core::fail<CheckpointError>("exported program \"", place.file(), "\" has an input of kind \"",
+    core::fail<CheckpointError>("exported program \"", place.source(), "\" has an input of kind \"",
                                 core::printable(tag, 60),
                                 "\" (custom objects, and tokens of operators with side effects, "
                                 "cannot be loaded). Export the part of the model without it");
@@ -113,21 +114,21 @@ Input read_input(const JsonPlace& place, const JsonPlace& graph, const Function&
   return input;
 }
 
-Output read_output(const JsonPlace& place) {
-  const auto [tag, spec] = place.tagged();
+Output read_output(const core::JsonReader& place) {
+  const auto [tag, spec] = tagged(place);
   if (tag == "user_output") return {};
   if (tag == "buffer_mutation") return {Output::Kind::kBuffer, spec.at("buffer_name").text()};
   if (tag == "user_input_mutation") {
     return {Output::Kind::kInput, spec.at("user_input_name").text()};
   }
-  core::fail<CheckpointError>("exported program \"", place.file(), "\" has a result of kind \"",
+  core::fail<CheckpointError>("exported program \"", place.source(), "\" has a result of kind \"",
                               core::printable(tag, 60),
                               "\": it is no program of a forward pass that only writes buffers and "
                               "inputs. Export the model by torch.export.export");
 }
 
 /// Where a copied result goes must be an input of that kind.
-void check_outputs(const Program& program, const JsonPlace& signature) {
+void check_outputs(const Program& program, const core::JsonReader& signature) {
   std::set<std::pair<bool, std::string>> known;
   for (const Input& input : program.inputs) {
     const bool is_buffer = input.kind == Input::Kind::kBuffer;
@@ -140,23 +141,25 @@ void check_outputs(const Program& program, const JsonPlace& signature) {
     const bool is_tensor = value.kind == Argument::Kind::kSlot &&
                            program.function.values[value.slot].type == ValueType::kTensor;
     if (!is_tensor || known.count({output.kind == Output::Kind::kBuffer, output.name}) == 0) {
-      signature.at("output_specs").expect("tensors for buffers and inputs that the program has");
+      signature.at("output_specs")
+          .fail_expected("tensors for buffers and inputs that the program has");
     }
   }
 }
 
-void note_devices(const JsonPlace& graph, const Function& function, FunctionReader& reader) {
+void note_devices(const core::JsonReader& graph, const Function& function, FunctionReader& reader) {
   for (Slot slot : function.inputs) {
     if (slot == kNoSlot || function.values[slot].type != ValueType::kTensor) continue;
     reader.note_device(graph.at("tensor_values").at(function.values[slot].name).at("device"));
   }
 }
 
-void read_inputs(const JsonPlace& specs, const JsonPlace& graph, Program& program,
+void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph, Program& program,
                  FunctionReader& reader) {
-  const std::vector<JsonPlace> places = specs.elements();
+  const std::vector<core::JsonReader> places = specs.elements();
   const Function& function = program.function;
-  if (places.size() != function.inputs.size()) specs.expect("one for each input of the graph");
+  if (places.size() != function.inputs.size())
+    specs.fail_expected("one for each input of the graph");
   std::set<std::string> names;
   for (size_t i = 0; i < places.size(); ++i) {
     const Slot slot = function.inputs[i];
@@ -165,41 +168,41 @@ void read_inputs(const JsonPlace& specs, const JsonPlace& graph, Program& progra
     const bool is_stored = input.kind != Input::Kind::kUser;
     const bool fits = is_stored ? has_slot && function.values[slot].type == ValueType::kTensor
                                 : has_slot != input.fixed.has_value();
-    if (!fits) places[i].expect("tensors, numbers and constants where the graph has these");
+    if (!fits) places[i].fail_expected("tensors, numbers and constants where the graph has these");
     if (is_stored && !names.insert(input.name).second) {
-      places[i].expect("a name that no other has");
+      places[i].fail_expected("a name that no other has");
     }
     program.inputs.push_back(std::move(input));
   }
 }
 
-void read_signature(const JsonPlace& json, Program& program, FunctionReader& reader) {
-  const JsonPlace signature = json.at("signature");
+void read_signature(const core::JsonReader& json, Program& program, FunctionReader& reader) {
+  const core::JsonReader signature = json.at("signature");
   note_devices(json.at("graph"), program.function, reader);
   read_inputs(signature.at("input_specs"), json.at("graph"), program, reader);
-  for (const JsonPlace& spec : signature.at("output_specs").elements()) {
+  for (const core::JsonReader& spec : signature.at("output_specs").elements()) {
     program.outputs.push_back(read_output(spec));
   }
   if (program.outputs.size() != program.function.outputs.size()) {
-    signature.at("output_specs").expect("one for each output of the graph");
+    signature.at("output_specs").fail_expected("one for each output of the graph");
   }
   check_outputs(program, signature);
 }
 
 /// The structures of arguments and results are those of the outermost module.
-void read_calls(const JsonPlace& calls, Program& program) {
+void read_calls(const core::JsonReader& calls, Program& program) {
   bool found = false;
-  for (const JsonPlace& call : calls.elements()) {
+  for (const core::JsonReader& call : calls.elements()) {
     const std::string path = call.at("fqn").text();
     if (!path.empty()) {
       program.modules.push_back(path);
       continue;
     }
-    const JsonPlace signature = call.at("signature");
+    const core::JsonReader signature = call.at("signature");
     program.arguments = read_structure(signature.at("in_spec"));
     program.results = read_structure(signature.at("out_spec"));
     if (signature.has("forward_arg_names")) {
-      for (const JsonPlace& name : signature.at("forward_arg_names").elements()) {
+      for (const core::JsonReader& name : signature.at("forward_arg_names").elements()) {
         program.argument_names.push_back(name.text());
       }
     }
@@ -211,19 +214,19 @@ void read_calls(const JsonPlace& calls, Program& program) {
                          children[0].kind == Structure::Kind::kTuple &&
                          children[1].kind == Structure::Kind::kDictionary;
     if (!is_call || program.arguments.leaves() != inputs) {
-      signature.at("in_spec").expect("the program's inputs, by position and by name");
+      signature.at("in_spec").fail_expected("the program's inputs, by position and by name");
     }
     if (program.results.leaves() != outputs) {
-      signature.at("out_spec").expect("as many leaves as the program has results");
+      signature.at("out_spec").fail_expected("as many leaves as the program has results");
     }
     found = true;
   }
-  if (!found) calls.expect("the call of the outermost module");
+  if (!found) calls.fail_expected("the call of the outermost module");
 }
 
-std::map<std::string, Range> read_ranges(const JsonPlace& constraints) {
+std::map<std::string, Range> read_ranges(const core::JsonReader& constraints) {
   std::map<std::string, Range> ranges;
-  for (const auto& [symbol, range] : constraints.items()) {
+  for (const auto& [symbol, range] : constraints.members()) {
     using Limits = std::numeric_limits<int64_t>;
     ranges[symbol] = {range.has("min_val") ? range.at("min_val").integer() : Limits::min(),
                       range.has("max_val") ? range.at("max_val").integer() : Limits::max()};
@@ -233,12 +236,12 @@ std::map<std::string, Range> read_ranges(const JsonPlace& constraints) {
 
 }  // namespace
 
-Program read_program(const JsonPlace& json) {
+Program read_program(const core::JsonReader& json) {
   check_versions(json);
-  const JsonPlace module = json.at("graph_module");
+  const core::JsonReader module = json.at("graph_module");
   FunctionReader reader;
   Program program;
-  program.file = json.file();
+  program.file = json.source();
   if (json.has("torch_version")) program.torch_version = json.at("torch_version").text();
   program.function = reader.read(module.at("graph"), "");
   read_signature(module, program, reader);

@@ -15,7 +15,7 @@
 namespace smp::exported {
 namespace {
 
-const std::string kPrefix = "torch.ops.higher_order.";
+const std::string kHigherOrder = "torch.ops.higher_order.";
 
 /// While it lives, autocast keeps its casts, or not, as Python's torch.autocast was told.
 class AutocastCacheScope {
@@ -166,8 +166,8 @@ void check_operands(const std::vector<Argument>& operands, const Function& body,
 
 std::shared_ptr<const Action> region_action(const std::string& file, const Node& node,
                                             const Function& function) {
-  if (node.target.compare(0, kPrefix.size(), kPrefix) != 0) return nullptr;
-  const std::string name = node.target.substr(kPrefix.size());
+  if (node.target.compare(0, kHigherOrder.size(), kHigherOrder) != 0) return nullptr;
+  const std::string name = node.target.substr(kHigherOrder.size());
   const Arguments arguments(file, node);
   Modes modes;
   if (name == "wrap_with_set_grad_enabled") {

@@ -10,16 +10,17 @@
 #include "checkpoint/untrusted_json.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "exported/json_place.h"
 
 namespace smp::exported {
 namespace {
 
-using Kind = Structure::Kind;
+using StructureKind = Structure::Kind;
 
 /// The keys in the context of a dictionary, itself JSON in a string; none if it is something else.
-std::vector<c10::IValue> keys_in(const JsonPlace& context, size_t count) {
+std::vector<c10::IValue> keys_in(const core::JsonReader& context, size_t count) {
   std::vector<c10::IValue> keys;
-  if (!context.is_string()) return keys;
+  if (!context.value().is_string()) return keys;
   const nlohmann::json list = checkpoint::parse_untrusted(context.text());
   if (!list.is_array() || list.size() != count) return keys;
   for (const auto& key : list) {
@@ -33,25 +34,25 @@ std::vector<c10::IValue> keys_in(const JsonPlace& context, size_t count) {
   return keys;
 }
 
-Structure read_node(const JsonPlace& node) {
+Structure read_node(const core::JsonReader& node) {
   Structure structure;
   if (!node.has("type")) return structure;
   const std::string type = node.at("type").text();
-  for (const JsonPlace& child : node.at("children_spec").elements()) {
+  for (const core::JsonReader& child : node.at("children_spec").elements()) {
     structure.children.push_back(read_node(child));
   }
   if (type == "builtins.list" || type == "collections.deque") {
-    structure.kind = Kind::kList;
+    structure.kind = StructureKind::kList;
   } else if (type == "builtins.tuple" || type == "collections.namedtuple") {
-    structure.kind = Kind::kTuple;
+    structure.kind = StructureKind::kTuple;
   } else {
     structure.keys = keys_in(node.at("context"), structure.children.size());
     const bool named = !structure.keys.empty() || structure.children.empty();
-    structure.kind = named ? Kind::kDictionary : Kind::kTuple;
+    structure.kind = named ? StructureKind::kDictionary : StructureKind::kTuple;
     const bool is_dictionary = type == "builtins.dict" || type == "collections.OrderedDict" ||
                                type == "collections.defaultdict";
     if (is_dictionary && !named) {
-      node.at("context").expect("a list of strings, or of integers, one for each child");
+      node.at("context").fail_expected("a list of strings, or of integers, one for each child");
     }
   }
   return structure;
@@ -60,13 +61,13 @@ Structure read_node(const JsonPlace& node) {
 std::string described(const Structure& structure) {
   const std::string count = std::to_string(structure.children.size());
   switch (structure.kind) {
-    case Kind::kLeaf:
+    case StructureKind::kLeaf:
       return "a tensor or a number";
-    case Kind::kTuple:
+    case StructureKind::kTuple:
       return "a tuple of " + count;
-    case Kind::kList:
+    case StructureKind::kList:
       return "a list of " + count;
-    case Kind::kDictionary: {
+    case StructureKind::kDictionary: {
       std::string keys;
       for (const c10::IValue& key : structure.keys) {
         keys += (keys.empty() ? "" : ", ") +
@@ -112,13 +113,14 @@ c10::IValue make_dictionary(const std::vector<c10::IValue>& keys,
 
 c10::IValue unflatten_from(const Structure& structure, const std::vector<c10::IValue>& leaves,
                            size_t& next) {
-  if (structure.kind == Kind::kLeaf) return leaves.at(next++);
+  if (structure.kind == StructureKind::kLeaf) return leaves.at(next++);
   std::vector<c10::IValue> children;
   for (const Structure& child : structure.children) {
     children.push_back(unflatten_from(child, leaves, next));
   }
-  if (structure.kind == Kind::kList) return make_list(children);
-  if (structure.kind == Kind::kDictionary) return make_dictionary(structure.keys, children);
+  if (structure.kind == StructureKind::kList) return make_list(children);
+  if (structure.kind == StructureKind::kDictionary)
+    return make_dictionary(structure.keys, children);
   return c10::ivalue::Tuple::create(std::move(children));
 }
 
@@ -143,10 +145,10 @@ nlohmann::json node_of(const Structure& structure) {
   auto children = nlohmann::json::array();
   for (const Structure& child : structure.children) children.push_back(node_of(child));
   nlohmann::json node = {{"type", nullptr}, {"context", nullptr}};
-  if (structure.kind != Kind::kLeaf) node["context"] = "null";
-  if (structure.kind == Kind::kTuple) node["type"] = "builtins.tuple";
-  if (structure.kind == Kind::kList) node["type"] = "builtins.list";
-  if (structure.kind == Kind::kDictionary) {
+  if (structure.kind != StructureKind::kLeaf) node["context"] = "null";
+  if (structure.kind == StructureKind::kTuple) node["type"] = "builtins.tuple";
+  if (structure.kind == StructureKind::kList) node["type"] = "builtins.list";
+  if (structure.kind == StructureKind::kDictionary) {
     node["type"] = "builtins.dict";
     node["context"] = keys_of(structure).dump();
   }
@@ -157,29 +159,29 @@ nlohmann::json node_of(const Structure& structure) {
 }  // namespace
 
 size_t Structure::leaves() const {
-  if (kind == Kind::kLeaf) return 1;
+  if (kind == StructureKind::kLeaf) return 1;
   size_t count = 0;
   for (const Structure& child : children) count += child.leaves();
   return count;
 }
 
-Structure read_structure(const JsonPlace& text) {
+Structure read_structure(const core::JsonReader& text) {
   const nlohmann::json json = checkpoint::parse_untrusted(text.text());
-  const auto parts = JsonPlace(json, text.file()).elements();
-  if (parts.size() != 2) text.expect("a list of a version and a structure");
+  const auto parts = program_json(json, text.source()).elements();
+  if (parts.size() != 2) text.fail_expected("a list of a version and a structure");
   const int64_t version = parts[0].integer();
-  if (version != 1) parts[0].expect("version 1 of structures");
+  if (version != 1) parts[0].fail_expected("version 1 of structures");
   return read_node(parts[1]);
 }
 
 void flatten(const Structure& structure, const c10::IValue& value, const std::string& place,
              std::vector<Leaf>& leaves) {
-  if (structure.kind == Kind::kLeaf) {
+  if (structure.kind == StructureKind::kLeaf) {
     leaves.push_back({value, place});
     return;
   }
   const size_t count = structure.children.size();
-  if (structure.kind == Kind::kDictionary) {
+  if (structure.kind == StructureKind::kDictionary) {
     if (!value.isGenericDict() || value.toGenericDict().size() != count) {
       refuse_structure(structure, value, place);
     }
@@ -213,15 +215,15 @@ c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>
 Structure structure_of(const c10::IValue& value, std::vector<c10::IValue>& leaves) {
   Structure structure;
   if (value.isTuple()) {
-    structure.kind = Kind::kTuple;
+    structure.kind = StructureKind::kTuple;
     for (const c10::IValue& child : value.toTupleRef().elements()) {
       add_child(structure, child, leaves);
     }
   } else if (value.isList()) {
-    structure.kind = Kind::kList;
+    structure.kind = StructureKind::kList;
     for (const c10::IValue& child : value.toListRef()) add_child(structure, child, leaves);
   } else if (value.isGenericDict()) {
-    structure.kind = Kind::kDictionary;
+    structure.kind = StructureKind::kDictionary;
     for (const auto& entry : value.toGenericDict()) {
       SMP_CHECK_WITH(UsageError, entry.key().isString() || entry.key().isInt(),
                      "a dictionary of an exported program has a key of type ",

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "exported/json_place.h"
+#include "core/json_reader.h"
 
 namespace smp::exported {
 
@@ -27,7 +27,7 @@ struct Structure {
 /// Reads the output of torch.utils._pytree.treespec_dumps. Named tuples are tuples, and classes
 /// that have registered themselves are dictionaries where their context is the list of their
 /// fields, otherwise tuples.
-Structure read_structure(const JsonPlace& text);
+Structure read_structure(const core::JsonReader& text);
 
 /// A leaf of a value, and where it is in it: "inputs[1]["mask"]".
 struct Leaf {

@@ -18,7 +18,7 @@ namespace {
 
 using c10::TypeKind;
 using Json = nlohmann::json;
-using Kind = graph::Argument::Kind;
+using ArgumentKind = graph::Argument::Kind;
 
 constexpr int kPositional = 1;
 constexpr int kByName = 2;
@@ -98,7 +98,7 @@ bool is_same(const c10::IValue& a, const c10::IValue& b) {
   return a.tagKind() == b.tagKind() && graph::constant_to_string(a) == graph::constant_to_string(b);
 }
 
-std::string shown(const at::IntArrayRef sizes) {
+std::string shown_sizes(const at::IntArrayRef sizes) {
   return c10::str("(", c10::Join(", ", sizes), ")");
 }
 
@@ -142,7 +142,7 @@ Json NodeWriter::arguments(size_t index, const Place& place) {
     const bool by_name = schema[i].kwarg_only();
     const bool is_dtype = schema[i].name() == "dtype" && !dtype.isNone();
     if (by_name ? is_default(index, i) && !is_dtype : i >= end) continue;
-    Json value = op.arguments[i].kind != Kind::kConstant ? tensors(op.arguments[i], place)
+    Json value = op.arguments[i].kind != ArgumentKind::kConstant ? tensors(op.arguments[i], place)
                  : is_dtype ? write_argument(*without_optional(schema[i].real_type()), dtype)
                             : constant(index, i, place);
     inputs.push_back({{"name", schema[i].name()},
@@ -159,9 +159,9 @@ Json NodeWriter::tensors(const graph::Argument& argument, const Place& place) co
     return id == graph::kUndefined ? write_constant({}) : tagged("as_tensor", named(id));
   };
   switch (argument.kind) {
-    case Kind::kTensorList:
+    case ArgumentKind::kTensorList:
       return tagged("as_tensors", list_of(argument.values, named));
-    case Kind::kOptionalTensorList:
+    case ArgumentKind::kOptionalTensorList:
       return tagged("as_optional_tensors", list_of(argument.values, optional));
     default:
       return optional(argument.values[0]);
@@ -173,9 +173,9 @@ bool NodeWriter::is_default(size_t index, size_t argument) const {
   return schema.default_value() &&
          std::all_of(request_.graphs.begin(), request_.graphs.end(), [&](const auto& graph) {
            const graph::Argument& given = graph->operators[index].arguments[argument];
-           if (given.kind == Kind::kConstant)
+           if (given.kind == ArgumentKind::kConstant)
              return is_same(expanded(schema, given.constant), *schema.default_value());
-           return given.kind == Kind::kTensor && given.values[0] == graph::kUndefined &&
+           return given.kind == ArgumentKind::kTensor && given.values[0] == graph::kUndefined &&
                   schema.default_value()->isNone();
          });
 }
@@ -244,8 +244,8 @@ SizeFormula NodeWriter::formula(const std::vector<int64_t>& seen, const std::str
   if (!found) {
     const size_t last = seen.size() - 1;
     core::fail<CaptureError>("cannot export \"", request_.file, "\": ", what, " is ", seen[0],
-                             " for dynamic sizes ", shown(request_.grid.sizes(0)), " and ",
-                             seen[last], " for ", shown(request_.grid.sizes(last)),
+                             " for dynamic sizes ", shown_sizes(request_.grid.sizes(0)), " and ",
+                             seen[last], " for ", shown_sizes(request_.grid.sizes(last)),
                              ", which is no sum of products of them. Leave one of the sizes fixed, "
                              "or write that part of "
                              "the model without dividing sizes");
@@ -291,7 +291,7 @@ Json NodeWriter::metadata(const std::string& scope) const {
 void NodeWriter::note_number(size_t index, size_t argument) {
   const graph::Operator& op = request_.graph().operators[index];
   const graph::Argument& given = op.arguments[argument];
-  const bool is_number = given.kind == Kind::kConstant && !given.constant.isNone() &&
+  const bool is_number = given.kind == ArgumentKind::kConstant && !given.constant.isNone() &&
                          graph::is_patchable(op.handle.schema(), argument);
   if (!is_number || is_default(index, argument)) return;
   numbers_.push_back((op.scope.empty() ? "" : op.scope + ": ") + op.name() + "(" +

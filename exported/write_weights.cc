@@ -54,7 +54,7 @@ std::map<std::string, c10::Storage> storages_of(const LoadedProgram& program,
     const std::string text(static_cast<const char*>(data.get()), size);
     const nlohmann::json json = checkpoint::parse_untrusted(text);
     for (const auto& [tensor, entry] :
-         JsonPlace(json, program.program().file).at("config").items()) {
+         program_json(json, program.program().file).at("config").members()) {
       const auto found = tensors.find(tensor);
       if (found == tensors.end()) continue;
       storages[folder + entry.at("path_name").text()] = found->second.storage();

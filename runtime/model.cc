@@ -1,35 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/model.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
-#include <mutex>
 #include <unordered_set>
+#include <utility>
 
-#include "checkpoint/apply.h"
 #include "comm/communicator.h"
 #include "comm/group_core.h"
 #include "core/check.h"
-#include "core/log.h"
 #include "dp/gradient_buckets.h"
 #include "dp/local_gradients.h"
 #include "dp/parameter_slices.h"
-#include "graph/absent.h"
-#include "graph/tracer.h"
-#include "runtime/first_difference.h"
-#include "runtime/parameters/delayed.h"
-#include "runtime/parameters/dividing.h"
-#include "runtime/parameters/sharding.h"
-#include "runtime/parameters/storage.h"
-#include "runtime/parameters/whole.h"
-#include "runtime/save/average.h"
-#include "runtime/save/loading.h"
-#include "runtime/step/agreement.h"
-#include "runtime/step/replica_join.h"
-#include "runtime/update/loss_scaler.h"
-#include "runtime/update/optimizer_pieces.h"
-#include "runtime/update/precision.h"
+#include "runtime/precision.h"
 #include "smp/nn/split_module.h"
 
 namespace smp::runtime {
@@ -58,6 +40,32 @@ std::vector<at::Tensor> unique_values(const Model::TensorDict& dict) {
   return result;
 }
 
+bool shards_optimizer_state(const Runtime& runtime) {
+  return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
+}
+
+std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
+                                                const std::vector<Model*>& models) {
+  // One set for each model: names of other models may begin alike.
+  std::vector<std::unordered_set<const c10::TensorImpl*>> own(models.size());
+  for (size_t i = 0; i < models.size(); ++i) {
+    for (const auto& dict : {models[i]->named_parameters(), models[i]->named_buffers()}) {
+      for (const auto& item : dict) own[i].insert(item.value().unsafeGetTensorImpl());
+    }
+  }
+  const auto is_of = [&](const ParameterTable::Entry& entry, size_t i) {
+    return own[i].count(entry.tensor.unsafeGetTensorImpl()) > 0 &&
+           entry.name.rfind(models[i]->full_name(""), 0) == 0;
+  };
+  std::vector<checkpoint::NamedTensor> result;
+  for (const auto& entry : runtime.table().entries()) {
+    bool is_own = false;
+    for (size_t i = 0; i < models.size(); ++i) is_own |= is_of(entry, i);
+    if (is_own) result.push_back({entry.name, entry.tensor, entry.aliases});
+  }
+  return result;
+}
+
 Model::Model(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
              std::shared_ptr<Runtime> runtime)
     : module_(std::move(module)), options_(std::move(options)), runtime_(std::move(runtime)) {
@@ -78,16 +86,6 @@ void Model::add_to(ParameterTable& table) const {
   for (const auto& item : named_buffers()) {
     table.add(graph::ValueKind::kBuffer, full_name(item.key()), item.value());
   }
-}
-
-void Model::backward(const std::vector<at::Tensor>& tensors,
-                     const std::vector<at::Tensor>& gradients) {
-  graph::Tracer* tracer = graph::Tracer::current();
-  SMP_CHECK_WITH(UsageError, tracer != nullptr,
-                 "model->backward was called outside a step function. Call it inside: auto train = "
-                 "smp::step([&](torch::Tensor x) { ...; model->backward(loss); return loss; })");
-  const auto scaler = runtime_->step_inputs.loss_scaler.lock();
-  tracer->backward(scaler ? scaler->scale(tensors, gradients.empty()) : tensors, gradients);
 }
 
 Model::TensorDict Model::named_parameters() const { return named(*module_, true); }
@@ -112,18 +110,6 @@ Model::TensorDict Model::local(const TensorDict& all) const {
 
 Model::TensorDict Model::local_named_parameters() const { return local(named_parameters()); }
 Model::TensorDict Model::local_named_buffers() const { return local(named_buffers()); }
-Model::TensorDict Model::virtual_named_parameters() {
-  take_back_wholes(*runtime_);
-  for (const auto& slices : slices_of(*runtime_)) slices->bind();
-  TensorDict result;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& item : local_named_parameters()) {
-    if (!seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
-    const at::Tensor& tensor = runtime_->table().at(item.value()).updated();
-    if (tensor.defined()) result.insert(item.key(), tensor);
-  }
-  return result;
-}
 
 std::vector<at::Tensor> Model::trained_parameters() const {
   std::unordered_set<const c10::TensorImpl*> of_later;
@@ -155,7 +141,7 @@ std::shared_ptr<dp::ParameterSlices> Model::slices() {
   for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().at(tensor).name);
   slices_ = std::make_shared<dp::ParameterSlices>(std::move(trained), std::move(names),
                                                   runtime_->replicas(), bucket_bytes());
-  runtime_->table().set_slices(slices_, runtime_->axis(CommGroup::kRdp), /*are_shards=*/false);
+  runtime_->table().set_slices(slices_, runtime_->topology().pieces(), /*are_shards=*/false);
   return slices_;
 }
 
@@ -218,204 +204,6 @@ void Model::register_comm_hook(CommHook hook) {
                  runtime_->replicas()->size(), " replicas, and \"gradient_shards\" is ", shards,
                  ". Leave it at 0");
   comm_hook_ = std::move(hook);
-}
-
-Join Model::join(const JoinOptions& options) {
-  begin_outside_step("join");
-  if (options.enable()) runtime_->replica_join->check_possible();
-  return Join(runtime_->replica_join, options);
-}
-
-Model::TensorDict Model::state_dict(bool gather_to_rank0) const {
-  begin_outside_step("state_dict");
-  std::map<const c10::TensorImpl*, at::Tensor> copies;
-  TensorDict result;
-  for (const auto& dict : {named_parameters(), named_buffers()}) {
-    for (const auto& item : dict) {
-      const auto [place, is_new] = copies.try_emplace(item.value().unsafeGetTensorImpl());
-      at::Tensor& copy = place->second;
-      if (is_new) {
-        const auto& entry = runtime_->table().at(item.value());
-        copy = gather_to_rank0 ? whole_on_first(*runtime_, entry) : whole_on_all(*runtime_, entry);
-      }
-      if (copy.defined()) result.insert(item.key(), copy);
-    }
-  }
-  return result;
-}
-
-/// The tensors of the model that this rank holds, by name: of divided ones its part or shard.
-Model::TensorDict Model::held() const {
-  TensorDict result;
-  for (const auto& dict : {local_named_parameters(), local_named_buffers()}) {
-    for (const auto& item : dict) {
-      const auto shard = runtime_->table().at(item.value()).shard();
-      result.insert(item.key(),
-                    shard ? runtime_->sharding()->parameters()->shard(*shard) : item.value());
-    }
-  }
-  return result;
-}
-
-Model::TensorDict Model::local_state_dict() const {
-  take_back_wholes(*runtime_);
-  const at::NoGradGuard no_grad;
-  TensorDict result;
-  for (const auto& item : held()) result.insert(item.key(), item.value().detach().clone());
-  return result;
-}
-
-/// The misfits, one line each: names, sizes (`sizes` says which are expected) and types.
-std::string Model::misfits(
-    const TensorDict& own, const TensorDict& given, bool strict,
-    const std::function<std::vector<int64_t>(const at::Tensor&)>& sizes) const {
-  const auto fits = [&](const at::Tensor& value, const at::Tensor& held) {
-    if (half_ && value.is_floating_point() && held.is_floating_point()) return true;
-    return value.scalar_type() == held.scalar_type();
-  };
-  std::string problems;
-  for (const auto& item : own) {
-    const at::Tensor* value = given.find(item.key());
-    if (value == nullptr) {
-      if (strict) problems += "\n  missing: " + item.key();
-      continue;
-    }
-    const auto expected = sizes(item.value());
-    if (value->sizes() != at::IntArrayRef(expected) || !fits(*value, item.value())) {
-      problems +=
-          c10::str("\n  ", item.key(), ": expected ", item.value().scalar_type(),
-                   at::IntArrayRef(expected), ", got ", value->scalar_type(), value->sizes());
-    }
-  }
-  for (const auto& item : given) {
-    if (strict && !own.contains(item.key())) problems += "\n  unexpected: " + item.key();
-  }
-  return problems;
-}
-
-void Model::load_state_dict(const TensorDict& state, bool strict) {
-  begin_outside_step("load_state_dict");
-  check_no_average_in_use(*runtime_, *this, "load_state_dict");
-  const TensorDict own = checkpoint::state_dict(*module_);
-  const std::string problems = misfits(own, state, strict, [&](const at::Tensor& tensor) {
-    return runtime_->table().at(tensor).whole_sizes();
-  });
-  SMP_CHECK_WITH(
-      CheckpointError, problems.empty(), "the state dictionary does not fit the model:", problems,
-      "\nNothing was loaded. Pass strict = false to accept missing and unexpected names");
-  at::NoGradGuard no_grad;
-  ++runtime_->progress.parameter_loads;
-  for (const auto& item : own) {
-    const at::Tensor* given = state.find(item.key());
-    if (given == nullptr) continue;
-    assign(*runtime_, item.value(), [given = *given, version = given->_version()] {
-      SMP_CHECK_WITH(UsageError, given._version() == version,
-                     "load_state_dict: a tensor that was given for a delayed parameter has "
-                     "changed before the first step, which needs it. Give a copy");
-      return given;
-    });
-  }
-}
-
-void Model::load_local_state_dict(const TensorDict& state, bool strict) {
-  if (!partitioned()) {
-    // It runs once.
-    post_partition_->push_back([this, state, strict] { load_local_state_dict(state, strict); });
-    return;
-  }
-  begin_outside_step("load_state_dict");
-  check_no_average_in_use(*runtime_, *this, "load_state_dict");
-  const TensorDict own = held();
-  const std::string problems =
-      misfits(own, state, strict, [](const at::Tensor& tensor) { return tensor.sizes().vec(); });
-  SMP_CHECK_WITH(CheckpointError, problems.empty(),
-                 "the local state dictionary does not fit what this rank owns:", problems,
-                 "\nNothing was loaded here. With same_partition_load, give each rank what its "
-                 "local_state_dict() was, in a run with the same partition (partition_file, "
-                 "load_partition); state_dict() fits any");
-  const at::NoGradGuard no_grad;
-  ++runtime_->progress.parameter_loads;
-  for (const auto& item : own) {
-    const at::Tensor* given = state.find(item.key());
-    if (given != nullptr) item.value().detach().copy_(*given);
-  }
-}
-
-/// Before a call that uses the tensors as this rank holds them.
-void Model::begin_outside_step(const char* call) const {
-  SMP_CHECK_WITH(UsageError, !runtime_->current_step.is_running, call,
-                 " was called inside a step function; call it before or after the step");
-  take_back_wholes(*runtime_);
-}
-
-void Model::zero_grad() {
-  begin_outside_step("zero_grad");
-  module_->zero_grad();
-  for (const at::Tensor& parameter : parameters()) {
-    const auto* entry = runtime_->table().find(parameter);
-    // Drops the piece's with it.
-    if (entry != nullptr && entry->slice) entry->slice->has_gradient();
-  }
-}
-
-void Model::cpu() {
-  begin_outside_step("cpu");
-  check_no_average_in_use(*runtime_, *this, "cpu");
-  partitioned() ? gather_from_owners() : materialize(*module_);
-  runtime_->lent = std::make_shared<LentWholes>(*runtime_);
-  gathered_ = runtime_->lent;
-}
-
-void Model::gather_from_owners() {
-  at::NoGradGuard no_grad;
-  const auto pipeline = runtime_->group(CommGroup::kPp);
-  if (runtime_->sharding()) {
-    runtime_->sharding()->parameters()->take_back();  // tensors that an earlier call gathered
-    runtime_->sharding()->parameters()->lend();
-  }
-  for (const auto& tensors : {parameters(), buffers()}) {
-    for (const at::Tensor& tensor : tensors) {
-      const int root = *runtime_->table().at(tensor).owner;
-      allocate_data(tensor);
-      graph::become_present(tensor);
-      const at::Tensor copy = tensor.detach().cpu().contiguous();
-      pipeline->broadcast(copy, root);
-      if (!copy.is_alias_of(tensor)) tensor.detach().copy_(copy);
-    }
-  }
-}
-
-std::optional<uint64_t> Model::begin_shared_call(const std::vector<at::Tensor>& inputs) {
-  if (runtime_->lent && gathered_.lock() == runtime_->lent) return std::nullopt;
-  const auto& entries = runtime_->table().entries();
-  const bool in_parts = std::any_of(entries.begin(), entries.end(),
-                                    [](const auto& entry) { return entry.captured_whole; });
-  const bool elsewhere =
-      runtime_->topology().pp_size() > 1 || runtime_->config().sharded_data_parallel_degree() > 1;
-  SMP_CHECK_WITH(UsageError, !in_parts && !elsewhere,
-                 "a DistributedModel was called outside a step function: its parameters lie on "
-                 "several ranks. Call it inside smp::step([&](torch::Tensor x) { return "
-                 "model(x); }), or gather them by model->cpu()");
-  if (!runtime_->table().any_divided()) return std::nullopt;
-  SMP_CHECK_WITH(UsageError, partitioned(),
-                 "a DistributedModel whose layers are divided among the ranks of a tensor-parallel "
-                 "group was called before the first step, which makes what they share alike. Run a "
-                 "step function first");
-  check_same_inputs(inputs);
-  return shared_calls_++;
-}
-
-void Model::check_same_inputs(const std::vector<at::Tensor>& inputs) const {
-  const auto all =
-      comm::all_gather_bytes(*runtime_->group(CommGroup::kTp), std::to_string(hash_inputs(inputs)));
-  const size_t other = first_other(all);
-  SMP_CHECK_WITH(UsageError, other == 0,
-                 "a DistributedModel was called outside a step function with other tensors on tp "
-                 "rank ",
-                 other,
-                 " than on tp rank 0. Its layers are divided among the ranks of a "
-                 "tensor-parallel group, which work on one batch together: give all of them the "
-                 "same");
 }
 
 bool Model::is_distributed_parameter(const at::Tensor& parameter) const {

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
+#include "checkpoint/apply.h"
 #include "dp/gradient_buckets.h"
 #include "runtime/runtime.h"
 #include "smp/comm_hooks.h"
-#include "smp/join.h"
 #include "smp/model_options.h"
 #include "smp/nn/parameter_split.h"
 #include "smp/removable_handle.h"
@@ -25,7 +25,8 @@
 namespace smp::runtime {
 
 /// A wrapped module: its tensors by name, how they are divided, and the program's hooks. The
-/// methods that users call are documented in `smp::ModelCore`.
+/// methods that users call are documented in `smp::ModelCore`; those that need the parts of
+/// runtime/ above this one are functions (session/model_calls.h).
 class Model {
  public:
   using TensorDict = torch::OrderedDict<std::string, at::Tensor>;
@@ -34,26 +35,12 @@ class Model {
   Model(std::shared_ptr<torch::nn::Module> module, ModelOptions options,
         std::shared_ptr<Runtime> runtime);
 
-  void backward(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& gradients);
-
   std::vector<at::Tensor> parameters() const;
   std::vector<at::Tensor> buffers() const;
   TensorDict named_parameters() const;
   TensorDict named_buffers() const;
   TensorDict local_named_parameters() const;
   TensorDict local_named_buffers() const;
-  TensorDict virtual_named_parameters();
-
-  TensorDict state_dict(bool gather_to_rank0) const;
-  TensorDict local_state_dict() const;
-  void load_state_dict(const TensorDict& state, bool strict);
-  void load_local_state_dict(const TensorDict& state, bool strict);
-  void zero_grad();
-  void cpu();
-  /// Before the module is called outside a step function: which number the call has among those
-  /// that the ranks of a tensor-parallel group make together; nothing if this rank computes alone.
-  /// Throws as `smp::detail::ModelCall`.
-  std::optional<uint64_t> begin_shared_call(const std::vector<at::Tensor>& inputs);
 
   /// Whether this rank owns a parameter or buffer. Throws `UsageError` before partitioning.
   bool is_local(const at::Tensor& tensor) const;
@@ -72,6 +59,7 @@ class Model {
   void run_post_partition_hooks();
   void run_post_step_hooks();
 
+  Runtime& runtime() const { return *runtime_; }
   const std::shared_ptr<torch::nn::Module>& module_ptr() const { return module_; }
   /// The type of its parameters by the configuration's `fp16` or `bf16`.
   const std::optional<at::ScalarType>& half() const { return half_; }
@@ -87,7 +75,6 @@ class Model {
   /// to that one.
   std::vector<at::Tensor> trained_parameters() const;
   void register_comm_hook(CommHook hook);
-  Join join(const JoinOptions& options);
   bool has_comm_hook() const { return comm_hook_ != nullptr; }
   /// The size of its gradient buckets.
   int64_t bucket_bytes() const;
@@ -99,6 +86,11 @@ class Model {
   std::shared_ptr<dp::WholeGradients> gradients(const std::vector<at::Tensor>& parameters,
                                                 const dp::BucketOptions& options);
 
+  /// The wholes that the last `model->cpu()` has lent.
+  std::weak_ptr<LentWholes> gathered;
+  /// How often the ranks of a tensor-parallel group have called it together outside of steps.
+  uint64_t shared_calls = 0;
+
  private:
   struct SharedGradients {
     std::vector<at::Tensor> parameters;
@@ -109,20 +101,12 @@ class Model {
 
   RemovableHandle add_hook(const std::shared_ptr<Hooks>& hooks, std::function<void()> hook);
   TensorDict local(const TensorDict& all) const;
-  TensorDict held() const;
-  std::string misfits(const TensorDict& own, const TensorDict& given, bool strict,
-                      const std::function<std::vector<int64_t>(const at::Tensor&)>& sizes) const;
   std::shared_ptr<dp::WholeGradients> make_gradients(const std::vector<at::Tensor>& parameters,
                                                      const dp::BucketOptions& options);
-  void begin_outside_step(const char* call) const;
-  void gather_from_owners();
-  void check_same_inputs(const std::vector<at::Tensor>& inputs) const;
 
   std::shared_ptr<torch::nn::Module> module_;
   ModelOptions options_;
   std::shared_ptr<Runtime> runtime_;
-  std::weak_ptr<LentWholes> gathered_;  // those of the last `cpu`
-  uint64_t shared_calls_ = 0;
   std::optional<at::ScalarType> half_;
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
@@ -131,6 +115,13 @@ class Model {
   CommHook comm_hook_;
   std::string report_;
 };
+
+/// Whether `shard_optimizer_state` is in effect: there are several replicas.
+bool shards_optimizer_state(const Runtime& runtime);
+
+/// The models' tensors under their full names, each once.
+std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
+                                                const std::vector<Model*>& models);
 
 /// The tensors, each once.
 std::vector<at::Tensor> unique_values(const Model::TensorDict& dict);

@@ -15,7 +15,7 @@
 #include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
 #include "pipeline/observer.h"
-#include "runtime/step/step_functions.h"
+#include "runtime/step_functions.h"
 
 // State of a rank's program, by its writer. Internal; parts of `Runtime`.
 namespace smp::runtime {

@@ -1,28 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/runtime.h"
 
-#include <unistd.h>
+#include <ATen/CPUGeneratorImpl.h>
 
-#include <random>
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "comm/c10d/process_group.h"
 #include "comm/device/device_communicator.h"
-#include "comm/nccl/nccl_groups.h"
 #include "core/check.h"
 #include "core/deterministic.h"
-#include "core/env.h"
-#include "core/failure.h"
 #include "core/log.h"
+#include "core/status.h"
 #include "graph/offload_store.h"
 #include "nn/tensor_group.h"
-#include "runtime/first_difference.h"
 #include "runtime/model.h"
-#include "runtime/save/kept_copy.h"
-#include "runtime/step/replica_join.h"
-#include "runtime/update/optimizer_states.h"
-#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -35,41 +28,6 @@ std::shared_ptr<Runtime>& process_runtime() {
 std::shared_ptr<Runtime>& thread_runtime() {
   thread_local std::shared_ptr<Runtime> runtime;
   return runtime;
-}
-
-Config effective(const Config& config) {
-  Config merged = config.merged_with_environment();
-  merged.validate();
-  SMP_CHECK_WITH(ConfigError, merged.ddp_dist_backend() != "nccl" || comm::has_nccl(),
-                 "config key \"ddp_dist_backend\": \"nccl\" needs a build with NCCL, which this is "
-                 "not. Build for CUDA (docs/cuda.md), or use \"auto\"");
-  return merged;
-}
-
-std::chrono::milliseconds milliseconds(double seconds) {
-  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
-}
-
-/// The name of a job for users: the number that it was given, else the process of rank 0.
-std::string job_name() {
-  if (const auto id = core::env("SMP_JOB_ID")) return *id;
-  const auto id = core::env("TORCHELASTIC_RUN_ID");
-  return id && *id != "none" ? *id : std::to_string(getpid());  // "none" is torchrun's default
-}
-
-/// Collective: rank 0 says which job this is.
-std::shared_ptr<core::Status> make_status(comm::Communicator& world,
-                                          const std::vector<std::string>& hosts, double stall) {
-  std::random_device random;
-  const std::string job =
-      comm::broadcast_bytes(world, c10::str(random(), "-", random(), " ", job_name()), 0);
-  const size_t id_end = job.find(' ');
-  core::StatusOwner owner;
-  owner.job_id = job.substr(0, id_end);
-  owner.job = job.substr(id_end + 1);
-  owner.rank = world.rank();
-  owner.hosts = hosts;
-  return std::make_shared<core::Status>(owner, milliseconds(stall));
 }
 
 /// The groups whose ranks exchange tensors of the models.
@@ -97,77 +55,30 @@ void tell_of_device(const Runtime& runtime, at::Device device) {
 
 }  // namespace
 
-Runtime::Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts)
-    : config_(effective(config)), world_(std::move(world)), topology_(config_, hosts) {
-  const auto context = [&] {
-    std::string text = c10::str("smp rank ", rank());
-    if (topology_.pp_size() > 1) {
-      text += c10::str(" pp ", rank_in(CommGroup::kPp), "/", topology_.pp_size());
-    }
-    if (topology_.rdp_size() > 1) {
-      text += c10::str(is_tensor_parallel() ? " rdp " : " dp ", rank_in(CommGroup::kRdp), "/",
-                       topology_.rdp_size());
-    }
-    if (topology_.tp_size() > 1) {
-      text += c10::str(" tp ", rank_in(CommGroup::kTp), "/", topology_.tp_size());
-    }
-    return text;
-  };
-  if (world_->size() > 1) core::set_error_context(context());
-  const auto timeout = milliseconds(config_.timeout_seconds());
-  world_->set_timeout(timeout);
-  status_ = make_status(*world_, hosts, config_.stall_seconds());
-  check_same_configuration();
-  restart = agree_on_restart(*world_);
-  copy_holders = find_copy_holders(config_, *world_);
-  note_what_was_before(*this);
-  if (rank() == 0) {
-    core::note_configuration(config_.to_json());
-    for (const std::string& line : config_.overridden()) core::log_info(line);
-  }
-  // Settings of the world, inherited by its splits.
-  world_->check_collectives(config_.check_collectives());
-  world_->set_device_transport(
-      {config_.ddp_dist_backend() == "nccl", config_.numerics() == "fast"});
-  make_groups(timeout);
-  update_watch = std::make_shared<UpdateWatch>(*this);
-  replica_join = std::make_shared<ReplicaJoin>(*this);
-  optimizer_states_ = std::make_shared<OptimizerStates>();
+Runtime::Runtime(const Config& config, comm::CommunicatorPtr world,
+                 const std::vector<std::string>& hosts)
+    : Job(config, std::move(world), hosts) {
+  make_groups();
   nn::set_tensor_group([] { return get().tensor_group(); });
   nn::set_default_optimize([] { return get().config().optimize(); });
 }
 
-bool Runtime::notes_progress() const {
-  const bool is_first = copy_holders != nullptr && copy_holders->is_first();
-  return rank() == 0 || (is_first && !core::env(core::kFailureDirVariable));
-}
-
-void Runtime::make_groups(std::chrono::milliseconds timeout) {
+void Runtime::make_groups() {
   const auto make = [&](std::string name, const std::vector<int>& members) {
     name += "[";
     for (int member : members) name += (name.back() == '[' ? "" : ",") + std::to_string(member);
-    auto group = world_->split(members, name + "]");
-    group->set_timeout(timeout);
+    auto group = world()->split(members, name + "]");
+    group->set_timeout(world()->timeout());
     return group;
   };
-  groups_[CommGroup::kWorld] = world_;
+  groups_[CommGroup::kWorld] = world();
   for (CommGroup group :
        {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp, CommGroup::kMp, CommGroup::kDp}) {
-    groups_[group] = make(to_string(group), topology_.members(group, rank()));
+    groups_[group] = make(to_string(group), topology().members(group, rank()));
   }
-  same_parts_ = world_;
+  same_parts_ = world();
   if (!is_tensor_parallel()) return;
-  std::vector<int> members;
-  for (int other = 0; other < world_->size(); ++other) {
-    if (topology_.tp_rank(other) == topology_.tp_rank(rank())) members.push_back(other);
-  }
-  same_parts_ = make("same parts", members);
-}
-
-comm::Axis Runtime::axis(CommGroup group, std::optional<int> size) const {
-  const std::vector<int> members = topology_.members(group, 0);
-  const int stride = members.size() > 1 ? members[1] - members[0] : 1;
-  return {stride, size.value_or(static_cast<int>(members.size()))};
+  same_parts_ = make("same parts", topology().axes("PD").members(rank()));
 }
 
 comm::CommunicatorPtr Runtime::tensor_group() const {
@@ -179,14 +90,6 @@ comm::CommunicatorPtr Runtime::rank_alone() {
   const int rank = rank_in(CommGroup::kTp);
   rank_alone_ = group(CommGroup::kTp)->split({rank}, c10::str("alone[", this->rank(), "]"));
   return rank_alone_;
-}
-
-void Runtime::check_same_configuration() const {
-  const auto all = comm::all_gather_bytes(*world_, config_.to_json());
-  const size_t other = first_other(all);
-  SMP_CHECK_WITH(ConfigError, other == 0, "the configuration differs between ranks. Rank 0 has ",
-                 all[0], ", rank ", other, " has ", all[other],
-                 ". Start all ranks with the same configuration");
 }
 
 Runtime& Runtime::get() { return *get_shared(); }
@@ -251,11 +154,11 @@ void Runtime::add_model(const std::shared_ptr<Model>& model) {
   models_.push_back(model);
   for (const auto& [name, split] : model->split_parameters()) {
     if (split.ranks == 1) continue;
-    SMP_CHECK_WITH(UsageError, split.ranks == topology_.tp_size(), "parameter \"", name,
+    SMP_CHECK_WITH(UsageError, split.ranks == topology().tp_size(), "parameter \"", name,
                    "\" is divided among ", split.ranks,
-                   " ranks, and \"tensor_parallel_degree\" is ", topology_.tp_size(),
+                   " ranks, and \"tensor_parallel_degree\" is ", topology().tp_size(),
                    ". Construct modules of smp::nn after smp::init");
-    table_.divide(name, split, axis(CommGroup::kTp), /*captured_whole=*/false);
+    table_.divide(name, split, topology().axis(CommGroup::kTp), /*captured_whole=*/false);
   }
 }
 
@@ -270,7 +173,7 @@ std::vector<std::shared_ptr<Model>> Runtime::models() const {
 std::shared_ptr<graph::TensorStore> Runtime::activation_store() {
   if (activation_store_ == nullptr) {
     activation_store_ =
-        std::make_shared<graph::OffloadStore>(config_.offload_directory().value_or(""));
+        std::make_shared<graph::OffloadStore>(config().offload_directory().value_or(""));
   }
   return activation_store_;
 }
@@ -282,19 +185,21 @@ std::shared_ptr<comm::ChannelPool> Runtime::pipeline_channels() {
   return pipeline_channels_;
 }
 
+void Runtime::settle_seed() {
+  if (progress.seed) return;
+  const int64_t configured = config().seed();
+  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
+                                  : at::detail::getDefaultCPUGenerator().current_seed();
+  const std::string bytes = comm::broadcast_bytes(
+      *world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
+  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
+  progress.seed = seed;
+}
+
 int Runtime::gradient_shards() const {
-  if (config_.gradient_shards() > 0) return static_cast<int>(config_.gradient_shards());
-  return progress.gradient_shards > 0 ? progress.gradient_shards : topology_.rdp_size() * batches();
-}
-
-void Runtime::fail(const std::exception& error) noexcept {
-  core::record_failure(rank(), error);
-  if (world_->size() > 1) world_->abort(core::message_of(error));
-}
-
-void Runtime::fail(const std::string& reason) noexcept {
-  core::record_failure(rank(), reason);
-  if (world_->size() > 1) world_->abort(reason);
+  if (config().gradient_shards() > 0) return static_cast<int>(config().gradient_shards());
+  return progress.gradient_shards > 0 ? progress.gradient_shards
+                                      : topology().rdp_size() * batches();
 }
 
 }  // namespace smp::runtime

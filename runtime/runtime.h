@@ -5,7 +5,6 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
@@ -15,13 +14,10 @@
 
 #include "comm/channel_pool.h"
 #include "comm/communicator.h"
-#include "core/restart.h"
-#include "core/status.h"
-#include "core/topology.h"
 #include "graph/tensor_store.h"
+#include "runtime/job.h"
 #include "runtime/parameters/parameter_table.h"
 #include "runtime/run_state.h"
-#include "smp/config.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -29,6 +25,7 @@ class ProcessGroup;
 
 namespace smp::runtime {
 
+class Average;
 class CheckpointContext;
 class CopyHolders;
 class LentWholes;
@@ -37,14 +34,14 @@ class OptimizerStates;
 class ReplicaJoin;
 class UpdateWatch;
 
-/// Everything that `init` sets up for one rank: configuration, groups, models, owners of
-/// parameters. Internal; the public functions and classes use it. A rank that is a thread has a
-/// runtime of its own; otherwise the process has one. Belongs to the rank's thread.
-class Runtime {
+/// The state of a rank's program: its job, groups, models, owners of parameters and steps.
+/// Internal; the public functions and classes use it. A rank that is a thread has a runtime of its
+/// own; otherwise the process has one. Belongs to the rank's thread. The folders of runtime/ work
+/// on it and keep objects of theirs here, which `start_runtime` makes; it knows nothing of them.
+class Runtime : public Job {
  public:
-  /// Collective over `world`. `hosts[r]` is the host of rank r. Throws `ConfigError` for a
-  /// configuration that is wrong, does not fit the number of ranks or differs between ranks.
-  Runtime(const Config& config, comm::CommunicatorPtr world, std::vector<std::string> hosts);
+  /// Collective over `world`; throws as `Job`. For tests and `start_runtime`.
+  Runtime(const Config& config, comm::CommunicatorPtr world, const std::vector<std::string>& hosts);
 
   /// The runtime of this thread or process; throws `UsageError` before `init`.
   static Runtime& get();
@@ -56,28 +53,13 @@ class Runtime {
   /// Returns the one that this thread had.
   static std::shared_ptr<Runtime> set_for_thread(std::shared_ptr<Runtime> runtime);
 
-  const Config& config() const { return config_; }
-  const core::Topology& topology() const { return topology_; }
-  int rank() const { return world_->rank(); }
-  int rank_in(CommGroup group) const { return topology_.rank_in(group, rank()); }
-
-  /// This rank's status; never null.
-  const std::shared_ptr<core::Status>& status() const { return status_; }
-  comm::CommunicatorPtr world() const { return world_; }
   /// The communicator of this rank's group; made at `init`.
   comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
-  /// The ranks along pp, tp or rdp; the first `size` of them.
-  comm::Axis axis(CommGroup group, std::optional<int> size = std::nullopt) const;
   /// The ranks that hold the same parameters as this one, and run other samples.
   comm::CommunicatorPtr replicas() const { return group(CommGroup::kRdp); }
   /// The ranks that have this one's parts of divided parameters before partitioning: those of its
   /// tp_rank.
   comm::CommunicatorPtr same_parts() const { return same_parts_; }
-  /// Whether layers may be divided.
-  bool is_tensor_parallel() const { return topology_.tp_size() > 1; }
-  /// From how many ranks a rank runs the batches in a step: those of its tensor-parallel group,
-  /// unless they are given one batch.
-  int batches() const { return config_.prescaled_batch() ? 1 : topology_.tp_size(); }
   /// Where this rank computes: the device chosen, else that of its models.
   at::Device device() const;
   bool has_chosen_device() const { return device_.has_value(); }
@@ -91,27 +73,20 @@ class Runtime {
 
   /// Adds a model; throws `UsageError` when its tensors' names clash with another model's.
   void add_model(const std::shared_ptr<Model>& model);
-  /// The state of the program's optimizers, for predictions.
-  OptimizerStates& optimizer_states() const { return *optimizer_states_; }
   /// The models that still exist, in the order they were wrapped.
   std::vector<std::shared_ptr<Model>> models() const;
   /// Parameters and buffers of all models.
   const ParameterTable& table() const { return table_; }
   ParameterTable& table() { return table_; }
 
-  /// The ranks that keep copies; null: `"recovery"` is off.
-  std::shared_ptr<const CopyHolders> copy_holders;
-  /// Whether this rank notes how far the job has come: rank 0, and where the notes lie with the
-  /// copies, a rank of each holder.
-  bool notes_progress() const;
-  /// The news of earlier starts of the job; nothing at the first. The same on all ranks.
-  std::optional<core::Restart> restart;
-
   Progress progress;
   FirstStep first_step;
   CurrentStep current_step;
   StepInputs step_inputs;
   Execution execution;
+  /// Settles `Progress::seed`, unless that is done: the one that the user set, or that the default
+  /// generator of world rank 0 has. Collective over the world.
+  void settle_seed();
   /// Whether the models are divided among the ranks.
   bool partitioned() const { return first_step.plan != nullptr; }
   /// Sharded data parallelism, once partitioned; null: parameters are whole.
@@ -130,6 +105,12 @@ class Runtime {
   /// This rank alone. Collective over the tensor-parallel group at the first call.
   comm::CommunicatorPtr rank_alone();
 
+  /// The ranks that keep copies; null: `"recovery"` is off.
+  std::shared_ptr<const CopyHolders> copy_holders;
+  /// Averages of models' parameters, each from its construction to its end.
+  std::vector<Average*> averages;
+  /// How much state the program's optimizers keep; never null.
+  std::shared_ptr<OptimizerStates> optimizer_states;
   /// A save under way and the state in checkpoints beside models and optimizers; made when needed.
   std::shared_ptr<CheckpointContext> checkpoint_context;
   /// Watches the program's use of its steps; never null.
@@ -147,30 +128,20 @@ class Runtime {
   /// batches that all ranks are given.
   int gradient_shards() const;
   /// How many of them a replica adds up; at least one.
-  int shards_of_replica() const { return std::max(gradient_shards() / topology_.rdp_size(), 1); }
-
-  /// Tells the other ranks and the launcher that this rank has failed. Only the first call counts.
-  void fail(const std::exception& error) noexcept;
-  void fail(const std::string& reason) noexcept;
+  int shards_of_replica() const { return std::max(gradient_shards() / topology().rdp_size(), 1); }
 
  private:
-  void check_same_configuration() const;
-  void make_groups(std::chrono::milliseconds timeout);
+  void make_groups();
 
-  Config config_;
-  comm::CommunicatorPtr world_;
-  core::Topology topology_;
   std::map<CommGroup, comm::CommunicatorPtr> groups_;
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
   comm::CommunicatorPtr same_parts_;
   comm::CommunicatorPtr rank_alone_;  // once `rank_alone` was called
   std::vector<std::weak_ptr<Model>> models_;
   ParameterTable table_;
-  std::shared_ptr<core::Status> status_;
   std::optional<at::Device> device_;
   std::shared_ptr<graph::TensorStore> activation_store_;
   std::shared_ptr<comm::ChannelPool> pipeline_channels_;
-  std::shared_ptr<OptimizerStates> optimizer_states_;  // never null
 };
 
 /// Sets the runtime of this thread until the end of the block, which gives it back the one before.

@@ -14,7 +14,7 @@
 #include "graph/absent.h"
 #include "optim/grad_norm.h"
 #include "runtime/runtime.h"
-#include "runtime/step/step_value.h"
+#include "runtime/step_value.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/optimizer.h"
 #include "runtime/update/unscale.h"

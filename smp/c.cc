@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "runtime/session.h"
+#include "runtime/session/session.h"
 #include "smp/c/call.h"
 #include "smp/c/callers_memory.h"
 #include "smp/c/session.h"

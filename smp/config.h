@@ -308,10 +308,10 @@ class SMP_API Config {
   bool trace_execution_times() const { return std::get<bool>(get("trace_execution_times")); }
 
   /// The costs of calls, bytes, floating point operations and messages in the partitioner, where
-  /// the model itself is not measured: `auto` has fixed numbers for cores and for GPUs, `measured`
-  /// measures the device and the links between ranks in the first step, the name of a GPU (`h100`)
-  /// is that one's data sheet, and anything else is a JSON file (see docs/partitioning.md).
-  /// Default: "auto".
+  /// the model itself is not measured: `auto` takes those of a core, or of the GPU by its
+  /// properties, `measured` measures the device and the links between ranks in the first step, the
+  /// name of a GPU (`h100`) is that one's data sheet, and anything else is a JSON file (see
+  /// docs/partitioning.md). Default: "auto".
   Config& cost_model(std::string value) { return set("cost_model", std::move(value)); }
   std::string cost_model() const { return std::get<std::string>(get("cost_model")); }
 

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "core/status.h"
-#include "runtime/save/average.h"
+#include "runtime/update/average.h"
 #include "smp/model_core.h"
 #include "smp/optimizer_core.h"
 

@@ -26,7 +26,7 @@
 #include "core/tensor_memory.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
-#include "runtime/session.h"
+#include "runtime/session/session.h"
 #include "smp/detail/session.h"
 #include "smp/exit_status.h"
 
@@ -212,7 +212,7 @@ comm::CommunicatorPtr meet(const Config& config) {
 /// Sets up the runtime of the process on a world.
 void start_runtime(const Config& config, const comm::CommunicatorPtr& world,
                    const std::vector<std::string>& hosts) {
-  Runtime::set_for_process(std::make_shared<Runtime>(config, world, hosts));
+  Runtime::set_for_process(runtime::start_runtime(config, world, hosts));
   if (Runtime::get().config().deterministic()) core::use_deterministic_kernels();
   runtime::choose_memory(Runtime::get().config());
   runtime::note_steps(Runtime::get());
@@ -270,7 +270,7 @@ void run_as_threads(int ranks, const Config& config, const std::function<void()>
   }
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const std::vector<std::string> hosts(ranks, "threads");
-    const runtime::ThreadRuntime here(std::make_shared<Runtime>(config, world, hosts));
+    const runtime::ThreadRuntime here(runtime::start_runtime(config, world, hosts));
     program();
   });
 }

@@ -2,7 +2,7 @@
 #include "smp/keyed_random.h"
 
 #include "graph/random.h"
-#include "runtime/step/step_functions.h"
+#include "runtime/step_functions.h"
 
 namespace smp {
 

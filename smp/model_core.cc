@@ -12,6 +12,8 @@
 #include "core/status.h"
 #include "runtime/model.h"
 #include "runtime/runtime.h"
+#include "runtime/session/model_calls.h"
+#include "runtime/update/complete_gradients.h"
 #include "smp/keyed_random.h"
 
 namespace smp {
@@ -24,10 +26,10 @@ ModelCore::ModelCore(std::shared_ptr<torch::nn::Module> module, const ModelOptio
   runtime::Runtime::get().add_model(model_);
 }
 
-void ModelCore::backward(const at::Tensor& loss) const { model_->backward({loss}, {}); }
+void ModelCore::backward(const at::Tensor& loss) const { runtime::backward(*model_, {loss}, {}); }
 void ModelCore::backward(const std::vector<at::Tensor>& tensors,
                          const std::vector<at::Tensor>& gradients) const {
-  model_->backward(tensors, gradients);
+  runtime::backward(*model_, tensors, gradients);
 }
 
 std::vector<at::Tensor> ModelCore::parameters() const { return model_->parameters(); }
@@ -51,7 +53,7 @@ std::vector<at::Tensor> ModelCore::local_virtual_parameters() const {
   return virtual_named_parameters().values();
 }
 ModelCore::TensorDict ModelCore::virtual_named_parameters() const {
-  return model_->virtual_named_parameters();
+  return runtime::virtual_named_parameters(*model_);
 }
 
 std::vector<std::shared_ptr<torch::nn::Module>> ModelCore::local_modules() const {
@@ -64,23 +66,25 @@ torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> ModelCore::l
 
 ModelCore::TensorDict ModelCore::state_dict(bool gather_to_rank0) const {
   const core::CallScope here("model->state_dict", "smp::state_dict");
-  return model_->state_dict(gather_to_rank0);
+  return runtime::state_dict(*model_, gather_to_rank0);
 }
-ModelCore::TensorDict ModelCore::local_state_dict() const { return model_->local_state_dict(); }
+ModelCore::TensorDict ModelCore::local_state_dict() const {
+  return runtime::local_state_dict(*model_);
+}
 void ModelCore::load_state_dict(const TensorDict& state, bool strict,
                                 bool same_partition_load) const {
   const core::CallScope here("model->load_state_dict", "smp::load_state_dict");
   if (same_partition_load) {
-    model_->load_local_state_dict(state, strict);
+    runtime::load_local_state_dict(*model_, state, strict);
   } else {
-    model_->load_state_dict(state, strict);
+    runtime::load_state_dict(*model_, state, strict);
   }
 }
 
 void ModelCore::train(bool on) const { module_ptr()->train(on); }
 void ModelCore::eval() const { module_ptr()->eval(); }
 bool ModelCore::is_training() const { return module_ptr()->is_training(); }
-void ModelCore::zero_grad() const { model_->zero_grad(); }
+void ModelCore::zero_grad() const { runtime::zero_grad(*model_); }
 
 void ModelCore::to(at::Device device) const {
   SMP_CHECK_WITH(UsageError, !partitioned(), "model->to(", device,
@@ -95,7 +99,7 @@ void ModelCore::to(at::Device device) const {
 
 void ModelCore::cpu() const {
   const core::CallScope here("model->cpu", "smp::model->cpu");
-  model_->cpu();
+  runtime::gather_on_cpu(*model_);
 }
 
 bool ModelCore::is_distributed_parameter(const at::Tensor& parameter) const {
@@ -144,7 +148,9 @@ void ModelCore::register_comm_hook(CommHook hook) const {
   model_->register_comm_hook(std::move(hook));
 }
 
-Join ModelCore::join(const JoinOptions& options) const { return model_->join(options); }
+Join ModelCore::join(const JoinOptions& options) const {
+  return runtime::join_replicas(*model_, options);
+}
 
 const std::shared_ptr<torch::nn::Module>& ModelCore::module_ptr() const {
   return model_->module_ptr();
@@ -155,7 +161,7 @@ const ModelOptions& ModelCore::options() const { return model_->options(); }
 detail::ModelCall::ModelCall(const ModelCore& model, const std::vector<at::Tensor>& inputs) {
   const auto& runtime = runtime::Runtime::get();
   if (runtime.current_step.is_running) return;
-  const std::optional<uint64_t> call = model.impl().begin_shared_call(inputs);
+  const std::optional<uint64_t> call = runtime::begin_shared_call(model.impl(), inputs);
   if (!call) return;
   random_ = std::make_unique<KeyedRandom>(*runtime.progress.seed, "model(x)", *call,
                                           runtime.replicas()->rank());

@@ -15,7 +15,7 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory st
                              const optim::detail::Elementwise& elementwise)
     : optimizer_(std::make_shared<runtime::Optimizer>(optimizer, state_factory,
                                                       optim::detail::state_tensors, elementwise)) {
-  runtime::Runtime::get().optimizer_states().add(optimizer_);
+  runtime::Runtime::get().optimizer_states->add(optimizer_);
 }
 
 at::Tensor OptimizerCore::step(const std::function<at::Tensor(LossClosure)>& update,

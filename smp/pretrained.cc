@@ -7,10 +7,10 @@
 #include "core/check.h"
 #include "core/status.h"
 #include "runtime/runtime.h"
-#include "runtime/save/average.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
 #include "runtime/save/together.h"
+#include "runtime/update/average.h"
 #include "smp/model_core.h"
 
 namespace smp {

@@ -16,6 +16,7 @@
 #include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/save/background_save.h"
+#include "runtime/save/job_notes.h"
 #include "runtime/save/kept_copy.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/program_tensors.h"
@@ -34,7 +35,7 @@ int64_t steps_done() { return Runtime::get().progress.training_steps; }
 
 /// The function that notes a checkpoint, on the ranks that note.
 std::function<void()> noting(const core::SavedCheckpoint& saved) {
-  if (!Runtime::get().notes_progress()) return nullptr;
+  if (!runtime::notes_progress(Runtime::get())) return nullptr;
   return [saved] { core::note_checkpoint(saved); };
 }
 

@@ -17,7 +17,7 @@ using checkpoint::NamedSpec;
 using checkpoint::TensorEntry;
 using nlohmann::ordered_json;
 
-constexpr size_t kShownValue = 4000;  // bytes
+constexpr size_t kWrittenValue = 4000;  // bytes
 
 std::string mebibytes(uint64_t bytes) {
   char text[40];
@@ -92,7 +92,8 @@ void append(std::ostream& out, const std::string& what, const ordered_json& summ
 
 /// A text as it is, other values as JSON.
 std::string shown(const ordered_json& value) {
-  return core::printable(value.is_string() ? value.get<std::string>() : value.dump(), kShownValue);
+  return core::printable(value.is_string() ? value.get<std::string>() : value.dump(),
+                         kWrittenValue);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@ import argparse
 import concurrent.futures
 import gzip
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -43,12 +44,28 @@ LEAST = 2  # seconds with which a program is worth starting
 WAYS = {"plain": "GPT, plain libtorch", "1": "GPT, 1 rank", "1g": "GPT, 1 rank, CUDA graphs",
         "2": "GPT, 2 stages", "2g": "GPT, 2 stages, CUDA graphs"}
 COUNTED_STEPS = (5, 15)
+
+# Layouts of `gpt`, with their ranks, which have the same losses: one seed, one set of sums.
+EXAMPLE = {"deterministic": True, "microbatches": 4, "gradient_shards": 2}
+RESUMED = "GPT example, stopped and resumed"
+EXAMPLES = {
+    "GPT example": (1, {}),
+    "GPT example, CUDA graphs": (1, {"cuda_graphs": "on"}),
+    RESUMED: (1, {}),
+    "GPT example, two processes": (2, {"partitions": 2}),
+    "GPT example, two processes, CUDA graphs": (
+        2, {"partitions": 2, "pipeline": "zb_h1", "cuda_graphs": "on"}),
+    "GPT example, two replicas": (2, {"ddp": True, "microbatches": 2}),
+}
 CALLS = {
-    "launches": ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC"),
-    "launches of graphs": ("cudaGraphLaunch",),
+    "launches": ("cudaLaunchKernel", "__cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel",
+                 "cuLaunchKernelEx"),
+    "launches of graphs": ("cudaGraphLaunch", "cuGraphLaunch"),
     "waits of the host": ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize",
-                          "cudaMemcpy"),
-    "copies": ("cudaMemcpyAsync",),
+                          "cudaMemcpy", "cuStreamSynchronize", "cuEventSynchronize",
+                          "cuCtxSynchronize"),
+    "copies": ("cudaMemcpyAsync", "cuMemcpyAsync", "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync",
+               "cuMemcpyDtoDAsync"),
     "cudaMalloc": ("cudaMalloc",),
 }
 
@@ -311,13 +328,26 @@ def parity_checks(bundle, cases):
             *captured]
 
 
-def example_check(bundle, name, config="", ranks=1):
-    arguments = ["--device", "cuda", "--data", HERE / "text.txt", "--steps", "20", "--sample", "50"]
-    if config:
-        file = bundle.work / f"{name}.json"
-        file.write_text(config)
-        arguments += ["--config", file]
-    return Check(name, [bundle.work / "gpt", *arguments], 60, kind="program", ranks=ranks)
+def example_check(bundle, name, ranks, config):
+    """Trains the example; the losses of its steps lie in a file, exact to the bit."""
+    file = bundle.work / f"{name}.json"
+    file.write_text(json.dumps(EXAMPLE | config))
+    command = [bundle.work / "gpt", "--device", "cuda", "--data", HERE / "text.txt", "--steps", "20",
+               "--sample", "50", "--dropout", "0.1", "--config", file, "--losses",
+               bundle.work / f"{name}.losses"]
+    if name == RESUMED:
+        command = ["sh", "-c", '"$@" --stop-after 10 && "$@" --resume', "sh", *command]
+    return Check(name, command, 60, kind="program", ranks=ranks)
+
+
+def losses_row(bundle):
+    """Whether all layouts of the example have the same losses, and the row that says so."""
+    files = {name: bundle.work / f"{name}.losses" for name in EXAMPLES}
+    losses = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
+    first = next(iter(losses.values()))
+    others = [name for name, text in losses.items() if not text or text != first]
+    result = "other bits or none: " + ", ".join(others) if others else f"equal in {len(losses)} ways"
+    return [("GPT example, losses of 20 steps", result, "")], not others
 
 
 def find_checks(bundle, gpus, cases):
@@ -331,10 +361,7 @@ def find_checks(bundle, gpus, cases):
         *shards("parity of models", [bundle.work / "models_test"], 2, 100, cases["models_test"]),
         Check("two processes on one GPU", processes, 75, ranks=2),
         *(two_gpus if gpus > 1 else []),
-        example_check(bundle, "GPT example"),
-        example_check(bundle, "GPT example, CUDA graphs", '{"cuda_graphs": "on"}'),
-        example_check(bundle, "GPT example, two processes", '{"partitions": 2, "microbatches": 4}',
-                      ranks=2)]
+        *(example_check(bundle, name, *way) for name, way in EXAMPLES.items())]
 
 
 def failed_checks(outcomes):
@@ -420,6 +447,7 @@ class Run:
         listings = {pathlib.Path(o.check.command[0]).name: cases_of(text_of(b"".join(o.outputs)))
                     for o in outcomes if o.check.command[-1] == "--gtest_list_tests"}
         outcomes = self.block(find_checks(self.bundle, gpus, listings), AT_ONCE)
+        self.report.write(*losses_row(self.bundle))
         self.block(failed_checks(outcomes))
 
     def speed(self, _):

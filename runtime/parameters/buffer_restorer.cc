@@ -3,8 +3,8 @@
 
 namespace smp::runtime {
 
-BufferRestorer::BufferRestorer(const Runtime& runtime) {
-  for (const auto& entry : runtime.table().entries()) {
+BufferRestorer::BufferRestorer(const ParameterTable& table) {
+  for (const auto& entry : table.entries()) {
     if (!entry.is_parameter()) buffers_.keep(entry.tensor);
   }
 }

@@ -3,7 +3,7 @@
 
 #include "graph/content.h"
 #include "graph/leaf.h"
-#include "runtime/runtime.h"
+#include "runtime/parameters/parameter_table.h"
 
 namespace smp::runtime {
 
@@ -11,7 +11,7 @@ namespace smp::runtime {
 /// are invisible.
 class BufferRestorer {
  public:
-  explicit BufferRestorer(const Runtime& runtime);
+  explicit BufferRestorer(const ParameterTable& table);
 
  private:
   graph::ContentScope buffers_;

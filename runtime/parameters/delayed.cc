@@ -17,9 +17,9 @@ namespace {
 using graph::Recording;
 
 /// The recordings of delayed tensors, in the order of the models' tensors.
-std::vector<std::shared_ptr<Recording>> recordings(const Runtime& runtime) {
+std::vector<std::shared_ptr<Recording>> recordings(const ParameterTable& table) {
   std::vector<std::shared_ptr<Recording>> result;
-  for (const auto& entry : runtime.table().entries()) {
+  for (const auto& entry : table.entries()) {
     auto recording = graph::recording_of(entry.values()).first;
     if (recording && std::find(result.begin(), result.end(), recording) == result.end()) {
       result.push_back(std::move(recording));
@@ -35,14 +35,14 @@ std::string hash_of(const std::string& text) {
 
 }  // namespace
 
-bool has_delayed(const Runtime& runtime) {
-  const auto& entries = runtime.table().entries();
+bool has_delayed(const ParameterTable& table) {
+  const auto& entries = table.entries();
   return std::any_of(entries.begin(), entries.end(),
                      [](const auto& entry) { return graph::is_deferred(entry.values()); });
 }
 
 void agree_on_construction(const Runtime& runtime) {
-  const auto all = recordings(runtime);
+  const auto all = recordings(runtime.table());
   std::string text, states;
   for (const auto& recording : all) {
     SMP_CHECK_WITH(UsageError, recording->is_made_by(runtime.world()),
@@ -77,7 +77,7 @@ void make_shared_tensors(const Runtime& runtime) {
     named.emplace_back(entry.name, entry.values());
     if (entry.is_parameter()) parameters.push_back(entry.values());
   }
-  for (const auto& recording : recordings(runtime)) {
+  for (const auto& recording : recordings(runtime.table())) {
     recording->assign_seeds(named, *runtime.progress.seed);
     recording->materialize_all(parameters);
   }

@@ -13,7 +13,7 @@ namespace smp::runtime {
 
 /// True if some parameter or buffer has no data yet: the same on all ranks, once their models have
 /// been compared.
-bool has_delayed(const Runtime& runtime);
+bool has_delayed(const ParameterTable& table);
 
 /// Compares the ranks' recordings of the construction of their models, and gives every rank the
 /// random numbers of world rank 0. Collective over the world. Throws `UsageError` when the models

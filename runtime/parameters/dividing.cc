@@ -331,7 +331,8 @@ void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
   at::NoGradGuard no_grad;
   at::Tensor waiting = keep_part(entry, split, runtime.rank_in(CommGroup::kTp));
   if (entry.waiting.defined()) runtime.table().set_waiting(entry.name, std::move(waiting));
-  runtime.table().divide(entry.name, split, runtime.axis(CommGroup::kTp), /*captured_whole=*/true);
+  runtime.table().divide(entry.name, split, runtime.topology().axis(CommGroup::kTp),
+                         /*captured_whole=*/true);
 }
 
 LentWholes::LentWholes(Runtime& runtime) {
@@ -340,7 +341,7 @@ LentWholes::LentWholes(Runtime& runtime) {
   for (const auto& entry : runtime.table().entries()) {
     const at::Tensor& tensor = entry.tensor;
     if (!entry.is_divided() || !has_data(tensor)) continue;
-    const at::Tensor whole = join(runtime, CommGroup::kTp, entry, tensor);
+    const at::Tensor whole = join(runtime, entry.part(), tensor, tensor.options());
     lent_.push_back(
         {tensor, tensor.sizes().vec(), tensor.strides().vec(), set_aside(tensor), tensor.grad()});
     set_sizes(tensor, entry.sharding.sizes);
@@ -364,6 +365,12 @@ void LentWholes::take_back() {
 
 void take_back_wholes(Runtime& runtime) {
   if (const auto lent = std::exchange(runtime.lent, nullptr)) lent->take_back();
+}
+
+void begin_outside_step(Runtime& runtime, const char* call) {
+  SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
+                 " was called inside a step function; call it before or after the step");
+  take_back_wholes(runtime);
 }
 
 WholeShapes::WholeShapes(const ParameterTable& table) {

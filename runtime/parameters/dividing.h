@@ -58,6 +58,9 @@ class LentWholes {
 /// `LentWholes::take_back` if something is lent: before any use of parameters that is not the
 /// program's own.
 void take_back_wholes(Runtime& runtime);
+/// The same for a call of the user's that uses them as this rank holds them. Throws `UsageError` in
+/// a step function; `call` is the call, for errors.
+void begin_outside_step(Runtime& runtime, const char* call);
 
 /// While it lives, divided parameters whose use was captured on the whole have the whole's sizes,
 /// and no data: the user's code sees them so when it is captured or guarded again.

@@ -6,8 +6,7 @@
 
 #include "dp/bucket_layout.h"
 #include "graph/visit.h"
-#include "runtime/update/precision.h"
-#include "runtime/update/update_watch.h"
+#include "runtime/precision.h"
 
 namespace smp::runtime {
 namespace {
@@ -88,20 +87,15 @@ void forget_copies(const Runtime& runtime) {
   }
 }
 
-ForeignGradients::ForeignGradients(const Runtime& runtime, const graph::Graph& graph)
-    : runtime_(runtime) {
-  if (!graph.trains()) return;
+ForeignGradients foreign_gradients(const Runtime& runtime, const graph::Graph& graph) {
+  if (!graph.trains()) return {};
+  ForeignGradients gradients;
   const auto names = differentiated(graph);
   for (const auto& entry : runtime.table().entries()) {
     if (!is_foreign(runtime, entry) || names.count(entry.name) == 0) continue;
-    gradients_.emplace_back(entry.tensor, absent_gradient(runtime, entry));
+    gradients.emplace_back(entry.tensor, absent_gradient(runtime, entry));
   }
-}
-
-void ForeignGradients::publish() const {
-  for (const auto& [parameter, gradient] : gradients_) {
-    runtime_.update_watch->give_foreign(parameter, gradient);
-  }
+  return gradients;
 }
 
 void release_gradient(const Runtime& runtime, const ParameterTable::Entry& entry) {

@@ -25,18 +25,11 @@ graph::AbsencePtr absence_of(const ParameterTable::Entry& entry);
 /// before steps wrote it: before a step that trains, which leaves these behind.
 void forget_copies(const Runtime& runtime);
 
-/// The gradients of the parameters of a graph that other ranks own.
-class ForeignGradients {
- public:
-  ForeignGradients(const Runtime& runtime, const graph::Graph& graph);
+/// Parameters and what their `.grad` is after a step that trains: absent, not undefined.
+using ForeignGradients = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-  /// Says that a step has given them gradients: their `.grad` is absent, not undefined.
-  void publish() const;
-
- private:
-  const Runtime& runtime_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // parameters and their `.grad`
-};
+/// Those of a graph that other ranks own.
+ForeignGradients foreign_gradients(const Runtime& runtime, const graph::Graph& graph);
 
 /// Whether another rank of the pipeline owns the tensor, and it is no constant.
 bool is_foreign(const Runtime& runtime, const ParameterTable::Entry& entry);

@@ -61,7 +61,7 @@ void ParameterTable::add(graph::ValueKind kind, const std::string& name, const a
 }
 
 void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& split,
-                            comm::Axis over, bool captured_whole) {
+                            const core::Axis& over, bool captured_whole) {
   Entry& entry = entry_of(name);
   if (entry.is_divided()) {
     const nn::ParameterSplit other = nn::split_of(entry.sharding);
@@ -77,7 +77,7 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
                  " is said to be a part of ", split.to_string(), ", which would have shape ",
                  at::IntArrayRef(split.local_sizes()),
                  ". split_parameters() must tell how the module made it");
-  entry.sharding = nn::sharding_of(split, std::move(over));
+  entry.sharding = nn::sharding_of(split, over);
   entry.captured_whole = captured_whole;
 }
 
@@ -95,7 +95,7 @@ void ParameterTable::set_owner(const std::string& name, int rank, std::string re
 }
 
 void ParameterTable::set_slices(const std::shared_ptr<dp::ParameterSlices>& slices,
-                                const comm::Axis& over, bool are_shards) {
+                                const core::Axis& over, bool are_shards) {
   for (size_t i = 0; i < slices->names().size(); ++i) {
     Entry& entry = entry_of(slices->names()[i]);
     entry.sharding = {entry.whole_sizes(), comm::memory_order(entry.tensor), entry.part().cuts};

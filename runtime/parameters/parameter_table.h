@@ -93,7 +93,7 @@ class ParameterTable {
   void add(graph::ValueKind kind, const std::string& name, const at::Tensor& tensor);
   /// A parameter that holds its part already: by its module, or by the first step that divides it.
   /// Throws `UsageError` where it is no part of `split`, or is divided in another way already.
-  void divide(const std::string& name, const nn::ParameterSplit& split, comm::Axis over,
+  void divide(const std::string& name, const nn::ParameterSplit& split, const core::Axis& over,
               bool captured_whole);
   /// In the first step: `values` as `Entry::waiting`, for a tensor that has been given another
   /// storage.
@@ -101,7 +101,7 @@ class ParameterTable {
   /// In the first step.
   void set_owner(const std::string& name, int rank, std::string reason);
   /// When the replicas along an axis have divided parameters; `are_shards` as in `Slice`.
-  void set_slices(const std::shared_ptr<dp::ParameterSlices>& slices, const comm::Axis& over,
+  void set_slices(const std::shared_ptr<dp::ParameterSlices>& slices, const core::Axis& over,
                   bool are_shards);
   /// When a graph is found to write a buffer.
   void set_written(const std::string& name);

@@ -80,8 +80,8 @@ void show_on_device(Runtime& runtime) {
   }
 }
 
-bool has_waiting(const Runtime& runtime) {
-  const auto& entries = runtime.table().entries();
+bool has_waiting(const ParameterTable& table) {
+  const auto& entries = table.entries();
   return std::any_of(entries.begin(), entries.end(),
                      [](const auto& entry) { return entry.waiting.defined(); });
 }

@@ -16,7 +16,7 @@ namespace smp::runtime {
 void show_on_device(Runtime& runtime);
 
 /// True while the values of some parameter wait.
-bool has_waiting(const Runtime& runtime);
+bool has_waiting(const ParameterTable& table);
 
 /// Moves the waiting values of a parameter or buffer, and its gradient, to the device and frees it
 /// here. Throws `c10::OutOfMemoryError` where the device has no room.

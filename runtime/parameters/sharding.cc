@@ -142,15 +142,13 @@ Sharding::Sharding(Runtime& runtime,
   const Config& config = runtime.config();
   const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
   const auto replicas = runtime.replicas();
-  std::vector<int> shards, same_shard;
-  const int first = replicas->rank() / degree * degree;
-  for (int rank = first; rank < first + degree; ++rank) shards.push_back(rank);
-  for (int rank = replicas->rank() % degree; rank < replicas->size(); rank += degree) {
-    same_shard.push_back(rank);
-  }
-  replication_group_ = replicas->split(same_shard, c10::str("replication group", same_shard));
-  parameters_ =
-      std::make_shared<dp::ShardedParameters>(replicas->split(shards, c10::str("shards", shards)));
+  const auto split = [&](const char* name, const core::Axis& axis) {
+    const std::vector<int> members = core::Axes{{axis}}.members(replicas->rank());
+    return replicas->split(members, c10::str(name, members));
+  };
+  const auto [shards, same_shard] = core::Axis{1, replicas->size()}.split(degree);
+  replication_group_ = split("replication group", same_shard);
+  parameters_ = std::make_shared<dp::ShardedParameters>(split("shards", shards));
   for (const auto& entry : runtime.table().entries()) {
     prepare(entry);
     const bool divides = entry.is_parameter() &&
@@ -159,7 +157,7 @@ Sharding::Sharding(Runtime& runtime,
                          !entry.shares_storage_in(runtime.table());
     if (divides) parameters_->add(entry.tensor, entry.name);
   }
-  runtime.table().set_slices(parameters_, runtime.axis(CommGroup::kRdp, degree),
+  runtime.table().set_slices(parameters_, runtime.topology().pieces(),
                              /*are_shards=*/true);
   window_ = std::make_shared<dp::ParameterWindow>(parameters_, config.sdp_max_live_parameters());
 }

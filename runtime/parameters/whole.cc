@@ -8,6 +8,7 @@
 #include <map>
 #include <utility>
 
+#include "core/check.h"
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "runtime/model.h"
@@ -43,54 +44,82 @@ at::Tensor gather(const Runtime& runtime, const ParameterTable::Entry& entry, bo
   const bool is_alike = !entry.is_divided() && runtime.rank_in(CommGroup::kTp) > 0;
   if (to_first && is_alike && !entry.shard()) return {};
   const auto shard = entry.shard();
+  const auto options = entry.tensor.options();
   at::Tensor held = shard
-                        ? join(runtime, CommGroup::kRdp, entry, entry.updated()).cpu().contiguous()
+                        ? join(runtime, entry.sharding, entry.updated(), options).cpu().contiguous()
                         : from_owner(runtime, entry, to_first);
   if (!held.defined()) return {};
   if (entry.is_divided()) {
-    held = join(runtime, CommGroup::kTp, entry, held, to_first ? std::optional(0) : std::nullopt);
+    const auto root = to_first ? std::optional(0) : std::nullopt;
+    held = join(runtime, entry.part(), held, held.options(), root);
   }
   return to_first && runtime.rank_in(CommGroup::kMp) > 0 ? at::Tensor() : held;
 }
 
-/// Where the ranks of a tensor-parallel group put their parts together: an entry's on one of them,
-/// that of a further entry on the one that was given the fewest elements.
-class Roots {
- public:
-  explicit Roots(const Runtime& runtime) : elements_(runtime.topology().tp_size()) {}
+/// Parameters that are put together on one rank, those of one type in one collective: of a bucket
+/// of pieces, else one. Named by their memory's owner and the index there.
+using Bucket = std::pair<const void*, size_t>;
 
-  int of(const ParameterTable::Entry& entry) {
-    const auto [root, is_new] = roots_.try_emplace(&entry);
-    const auto fewest = std::min_element(elements_.begin(), elements_.end());
-    if (is_new) root->second = static_cast<int>(fewest - elements_.begin());
-    elements_[root->second] += c10::multiply_integers(entry.sharding.sizes);
-    return root->second;
+Bucket bucket_of(const Held& held) {
+  if (std::holds_alternative<comm::Blocks>(held.lies.cuts.back().how)) return {held.entry, 0};
+  const auto& [slices, index, is_shard] = *held.entry->slice;
+  return {slices.get(), slices->layout().slots[index].bucket};
+}
+
+/// Puts tensors together, the cuts from the last to the first.
+class Joins {
+ public:
+  explicit Joins(const Runtime& runtime) : runtime_(runtime) {}
+
+  void join(const std::vector<Held>& held, const UseOfHeld& use) {
+    std::map<std::pair<Bucket, at::ScalarType>, size_t> known;
+    std::vector<std::vector<size_t>> lists;  // in the order of `held`, which all ranks have
+    for (size_t i = 0; i < held.size(); ++i) {
+      const auto& [entry, lies, own, dtype, exists] = held[i];
+      if (lies.cuts.empty() && own.defined()) use(i, own.to(dtype));
+      if (lies.cuts.empty() || !exists) continue;
+      const auto [list, is_new] = known.try_emplace({bucket_of(held[i]), dtype}, lists.size());
+      if (is_new) lists.emplace_back();
+      lists[list->second].push_back(i);
+    }
+    for (const auto& list : lists) join_list(held, list, use);
   }
 
  private:
-  std::vector<int64_t> elements_;  // elements by rank
-  std::map<const ParameterTable::Entry*, int> roots_;
-};
-
-/// The whole on the entry's root, undefined on others; an undivided tensor as it is.
-at::Tensor whole_on_root(const Runtime& runtime, const ParameterTable::Entry& entry,
-                         const at::Tensor& own, Roots& roots) {
-  return entry.is_divided() ? join(runtime, CommGroup::kTp, entry, own, roots.of(entry)) : own;
-}
-
-/// Undoes the cuts over replicas: of a list of `held`, those of a bucket that have one type.
-void join_pieces(const Runtime& runtime, const std::vector<Held>& held,
-                 const std::vector<size_t>& list, comm::Communicator& replicas, int root,
+  void join_list(const std::vector<Held>& held, const std::vector<size_t>& list,
                  const UseOfHeld& use) {
-  std::vector<comm::Part> parts;
-  for (const size_t i : list) parts.push_back({held[i].entry->sharding, held[i].own});
-  const Held& first = held[list.front()];
-  const auto options = first.entry->tensor.options().dtype(first.dtype);
-  const auto joined = comm::join(replicas, parts, options, runtime.rank(), root);
-  for (size_t j = 0; j < joined.size(); ++j) {
-    if (joined[j].defined()) use(list[j], joined[j]);
+    const Held& first = held[list.front()];
+    const auto group = group_along(runtime_, first.lies.cuts.back().over);
+    std::vector<comm::Part> parts;
+    for (const size_t i : list) parts.push_back({held[i].lies, held[i].own});
+    const auto options = (first.own.defined() ? first.own : first.entry->tensor).options();
+    const int root = root_of(bucket_of(first), *group, parts);
+    const auto joined =
+        comm::join(*group, parts, options.dtype(first.dtype), runtime_.rank(), root);
+    for (size_t j = 0; j < joined.size(); ++j) {
+      if (!joined[j].defined()) continue;
+      Held part = held[list[j]];
+      part.lies.cuts.pop_back();
+      part.own = joined[j];
+      join({part}, [&](size_t, const at::Tensor& whole) { use(list[j], whole); });
+    }
   }
-}
+
+  /// The rank of a group that puts a bucket together: at first the one that was given the fewest
+  /// elements.
+  int root_of(const Bucket& bucket, const comm::Communicator& group,
+              const std::vector<comm::Part>& parts) {
+    auto& given = given_.try_emplace(&group, group.size()).first->second;
+    const auto fewest = std::min_element(given.begin(), given.end()) - given.begin();
+    const int root = roots_.try_emplace(bucket, static_cast<int>(fewest)).first->second;
+    for (const auto& part : parts) given[root] += c10::multiply_integers(part.sharding.sizes);
+    return root;
+  }
+
+  const Runtime& runtime_;
+  std::map<const comm::Communicator*, std::vector<int64_t>> given_;  // elements by rank
+  std::map<Bucket, int> roots_;
+};
 
 }  // namespace
 
@@ -115,13 +144,14 @@ at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& ent
                         int replica) {
   at::NoGradGuard no_grad;
   const auto shard = entry.shard();
-  const int together = shard ? runtime.sharding()->parameters()->group()->size() : 1;
+  const int together = shard ? entry.sharding.cuts.back().over.size : 1;
   const int place = runtime.replicas()->rank();
   const bool is_asked = shard ? place < together : place == replica;
   if (!runtime.owns(entry) || !is_asked) return {};
   at::Tensor held = entry.tensor;
   if (shard) {
-    held = join(runtime, CommGroup::kRdp, entry, entry.updated(), turn % together);
+    const auto options = held.options();
+    held = join(runtime, entry.sharding, entry.updated(), options, turn % together);
     turn /= together;  // so that all pairs of ranks have turns
   }
   if (!held.defined()) return {};
@@ -129,51 +159,24 @@ at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& ent
   if (shard || entry.is_divided()) held = held.cpu();
   const auto group = runtime.group(CommGroup::kTp);
   if (!entry.is_divided()) return group->rank() == 0 ? held : at::Tensor();
-  return join(runtime, CommGroup::kTp, entry, held, turn % group->size());
+  return join(runtime, entry.part(), held, held.options(), turn % group->size());
 }
 
-at::Tensor join(const Runtime& runtime, CommGroup over, const ParameterTable::Entry& entry,
-                const at::Tensor& own, std::optional<int> root) {
-  const bool parts = over == CommGroup::kTp;
-  const comm::CommunicatorPtr group = parts ? runtime.group(over) : entry.slice->slices->group();
-  const auto options = (own.defined() ? own : entry.tensor).options();
-  return comm::join(*group, {{parts ? entry.part() : entry.sharding, own}}, options, runtime.rank(),
-                    root)
-      .front();
+comm::CommunicatorPtr group_along(const Runtime& runtime, const core::Axis& axis) {
+  if (axis == runtime.topology().axis(CommGroup::kTp)) return runtime.group(CommGroup::kTp);
+  SMP_INTERNAL_ASSERT(axis == runtime.topology().pieces(), "no group along an axis of ", axis.size);
+  return runtime.sharding() ? runtime.sharding()->parameters()->group() : runtime.replicas();
 }
 
-void for_each_joined(const Runtime& runtime, CommGroup over, const std::vector<Held>& held,
-                     const UseOfHeld& use) {
-  at::NoGradGuard no_grad;
-  Roots roots(runtime);
-  for (size_t i = 0; i < held.size(); ++i) {
-    const auto& [entry, own, dtype, exists] = held[i];
-    if (!own.defined() || (over == CommGroup::kRdp && entry->slice)) continue;
-    at::Tensor tensor = own.to(dtype);
-    if (over == CommGroup::kTp) tensor = whole_on_root(runtime, *entry, tensor, roots);
-    if (tensor.defined()) use(i, tensor);
-  }
-  if (over == CommGroup::kTp) return;
-  for (const auto& slices : slices_of(runtime)) {
-    std::map<std::pair<size_t, at::ScalarType>, std::vector<size_t>> lists;  // lists by bucket
-    for (size_t i = 0; i < held.size(); ++i) {
-      const auto& slice = held[i].entry->slice;
-      if (!slice || slice->slices != slices || !held[i].exists) continue;
-      lists[{slices->layout().slots[slice->index].bucket, held[i].dtype}].push_back(i);
-    }
-    for (const auto& [of, list] : lists) {
-      const int root = static_cast<int>(of.first) % slices->group()->size();
-      join_pieces(runtime, held, list, *slices->group(), root, use);
-    }
-  }
+at::Tensor join(const Runtime& runtime, const comm::Sharding& sharding, const at::Tensor& own,
+                const at::TensorOptions& options, std::optional<int> root) {
+  const auto group = group_along(runtime, sharding.cuts.back().over);
+  return comm::join(*group, {{sharding, own}}, options, runtime.rank(), root).front();
 }
 
 void for_each_whole(const Runtime& runtime, const std::vector<Held>& held, const UseOfHeld& use) {
-  Roots roots(runtime);
-  for_each_joined(runtime, CommGroup::kRdp, held, [&](size_t i, const at::Tensor& part) {
-    const at::Tensor whole = whole_on_root(runtime, *held[i].entry, part, roots);
-    if (whole.defined()) use(i, whole);
-  });
+  const at::NoGradGuard no_grad;
+  Joins(runtime).join(held, use);
 }
 
 }  // namespace smp::runtime

@@ -33,28 +33,27 @@ at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& e
 at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
                         int replica = 0);
 
-/// Puts a tensor together from the parts of the ranks of the groups `over`, kTp or kRdp. A part
-/// lies as `entry` down to their cut. The result is on the rank at position `root` of their group,
-/// or on all. Collective over it.
-at::Tensor join(const Runtime& runtime, CommGroup over, const ParameterTable::Entry& entry,
-                const at::Tensor& own, std::optional<int> root = std::nullopt);
+/// The ranks over which a cut lies.
+comm::CommunicatorPtr group_along(const Runtime& runtime, const core::Axis& axis);
 
-/// A tensor that lies on the ranks as a parameter does where it is updated: its gradient, a state.
+/// Undoes the last cut of a tensor, of which this rank has `own`, or nothing. The result is on the
+/// rank at position `root` of those over which the cut lies, or on all. Collective over them.
+at::Tensor join(const Runtime& runtime, const comm::Sharding& sharding, const at::Tensor& own,
+                const at::TensorOptions& options, std::optional<int> root = std::nullopt);
+
+/// A tensor of a parameter: its gradient, a field of its state.
 struct Held {
   const ParameterTable::Entry* entry;
+  comm::Sharding lies;
   at::Tensor own;        ///< undefined where this rank has nothing
   at::ScalarType dtype;  ///< dtype of `own`, known to all ranks
   bool exists;           ///< some rank has something; the same on all that have some of it
 };
 using UseOfHeld = std::function<void(size_t index, const at::Tensor& tensor)>;
 
-/// Puts each of `held` together over kTp, from parts, or over kRdp and calls `use` on one of the
-/// ranks that have it together, bucket by bucket, so that none needs the memory for all. A tensor
-/// that they do not divide is used by all that have it. Collective over the ranks that have some of
-/// it together, which give the same list.
-void for_each_joined(const Runtime& runtime, CommGroup over, const std::vector<Held>& held,
-                     const UseOfHeld& use);
-/// The same over both: `use` gets wholes.
+/// Puts each of `held` together and calls `use` on one of the ranks that have it together, bucket
+/// by bucket, so that none needs the memory for all. A tensor without cuts is used by all that have
+/// it. Collective over the ranks that have some of it together, which give the same list.
 void for_each_whole(const Runtime& runtime, const std::vector<Held>& held, const UseOfHeld& use);
 
 }  // namespace smp::runtime

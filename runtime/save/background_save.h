@@ -21,7 +21,6 @@
 
 namespace smp::runtime {
 
-class Average;
 class ProgramTensors;
 
 /// A save on a thread of its own, or one that is done. Internal.
@@ -67,8 +66,6 @@ class CheckpointContext {
   static CheckpointContext& of(Runtime& runtime);
 
   std::map<std::string, Extra> extras;
-  /// Averages of models' parameters, each from its construction to its end.
-  std::vector<Average*> averages;
   /// Tensors of the program, one for a parameter.
   std::vector<std::shared_ptr<ProgramTensors>> tensors;
   /// The content of the checkpoint that was loaded with its optimizer, kept for objects that are

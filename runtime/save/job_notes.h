@@ -5,6 +5,10 @@
 
 namespace smp::runtime {
 
+/// Whether this rank notes how far the job has come: rank 0, and where the notes lie with the
+/// copies, a rank of each holder. Internal.
+bool notes_progress(const Runtime& runtime);
+
 /// Notes for the launcher how many steps are done. Internal.
 void note_steps(const Runtime& runtime);
 

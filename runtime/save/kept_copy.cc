@@ -4,7 +4,6 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 
 #include "checkpoint/file.h"
@@ -16,18 +15,11 @@
 #include "core/restart.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_transfer.h"
+#include "runtime/save/job_notes.h"
 #include "runtime/save/saving.h"
 
 namespace smp::runtime {
 namespace {
-
-bool keeps_copies(const Config& config) { return config.recovery() != "off"; }
-
-/// The amount of known progress.
-auto known(const core::JobProgress& progress) {
-  const auto& saved = progress.checkpoints;
-  return std::tuple(progress.steps, saved.empty() ? 0 : saved.back().steps, saved.size());
-}
 
 /// The interval of kept copies from now on, in calls, measured by rank 0 on the one before this,
 /// which has ended. Neither the first nor one that failed says anything. The same on all ranks, for
@@ -47,22 +39,9 @@ int64_t measured_interval(comm::Communicator& world, const CopyPace& pace,
 
 }  // namespace
 
-std::optional<core::Restart> agree_on_restart(comm::Communicator& world) {
-  const auto mine = core::this_restart();
-  std::optional<core::Restart> agreed;
-  for (const std::string& text : comm::all_gather_bytes(world, mine ? mine->to_text() : "")) {
-    if (text.empty()) continue;
-    core::Restart other = core::Restart::from_text(text);
-    if (!agreed) agreed.emplace();
-    agreed->number = std::max(agreed->number, other.number);
-    if (known(other.before) > known(agreed->before)) agreed->before = std::move(other.before);
-  }
-  return agreed;
-}
-
 std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
                                                      comm::Communicator& world) {
-  if (!keeps_copies(config)) return nullptr;
+  if (config.recovery() == "off") return nullptr;
   const auto folder = core::env(core::kRecoveryDirVariable);
   const auto all = comm::all_gather_bytes(world, folder.value_or(""));
   const auto without = std::find(all.begin(), all.end(), "");
@@ -77,22 +56,21 @@ std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
 
 void note_what_was_before(const Runtime& runtime) {
   const bool is_kept_by_launcher = core::env(core::kFailureDirVariable).has_value();
-  if (!runtime.restart || !runtime.copy_holders || is_kept_by_launcher) return;
-  if (!runtime.notes_progress()) return;
+  if (!runtime.restart() || !runtime.copy_holders || is_kept_by_launcher) return;
+  if (!notes_progress(runtime)) return;
   const auto noted = core::read_progress(runtime.copy_holders->folder());
   const auto own = noted ? noted->checkpoints : std::vector<core::SavedCheckpoint>();
-  for (const core::SavedCheckpoint& saved : runtime.restart->before.checkpoints) {
+  for (const core::SavedCheckpoint& saved : runtime.restart()->before.checkpoints) {
     if (std::find(own.begin(), own.end(), saved) == own.end()) core::note_checkpoint(saved);
   }
 }
 
 void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string& user_content) {
-  const Config& config = runtime.config();
-  if (!keeps_copies(config)) return;
+  if (runtime.copy_holders == nullptr) return;
   CopyPace& pace = CheckpointContext::of(runtime).copy_pace;
   if (pace.calls_to_next-- > 0) return;
   const auto begin = CopyPace::Clock::now();
-  const int64_t interval = config.recovery_interval();
+  const int64_t interval = runtime.config().recovery_interval();
   if (interval > 0) pace.interval = interval;
   pace.calls_to_next = pace.interval - 1;  // also if this one fails
   const CopyPace::Seconds took = std::make_shared<std::atomic<double>>(0);
@@ -104,7 +82,7 @@ void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string
   request.asynchronous = true;
   request.medium = runtime.copy_holders->medium();
   request.user_content = user_content;
-  if (runtime.notes_progress()) {
+  if (notes_progress(runtime)) {
     request.note = [steps = runtime.progress.training_steps] { core::note_kept_copy(steps); };
   }
   request.when_saved = [took, &pace](double seconds) {
@@ -130,8 +108,8 @@ void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string
 }
 
 std::vector<std::string> checkpoints_before(Runtime& runtime) {
-  if (!runtime.restart) return {};
-  const auto& saved = runtime.restart->before.checkpoints;
+  if (!runtime.restart()) return {};
+  const auto& saved = runtime.restart()->before.checkpoints;
   std::vector<std::string> paths;
   for (const core::SavedCheckpoint& checkpoint : saved) paths.push_back(checkpoint.path);
   const CopyHolders* holders = runtime.copy_holders.get();

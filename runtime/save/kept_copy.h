@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,10 +10,6 @@
 #include "smp/checkpoint_parts.h"
 
 namespace smp::runtime {
-
-/// The news of earlier starts of the job, the same on all ranks: from the ranks that know the most,
-/// since a host that is new to the job knows nothing. Collective over the world. Internal.
-std::optional<core::Restart> agree_on_restart(comm::Communicator& world);
 
 /// The ranks that keep copies; null if the configuration wants none. Throws a `ConfigError` on all
 /// ranks if there is no folder for them. Collective over the world. Internal.

@@ -21,14 +21,15 @@
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
-#include "runtime/save/average.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "runtime/save/job_notes.h"
 #include "runtime/save/program_tensors.h"
-#include "runtime/save/saving.h"
 #include "runtime/save/together.h"
+#include "runtime/update/average.h"
+#include "runtime/update/complete_gradients.h"
 #include "runtime/update/master_weights.h"
+#include "runtime/update/optimizer.h"
 
 namespace smp::runtime {
 namespace {

@@ -8,12 +8,11 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "runtime/save/background_save.h"
-#include "runtime/save/saving.h"
 
 namespace smp::runtime {
 namespace {
 
-void check_name(const std::string& name) {
+void check_tensor_name(const std::string& name) {
   const bool fits = !name.empty() && name.size() <= checkpoint::kLongestName;
   const bool is_text = core::printable(name, checkpoint::kLongestName) == name;
   SMP_CHECK_WITH(UsageError, fits && is_text && name.find('/') == std::string::npos,
@@ -118,7 +117,7 @@ std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const Runtime& r
 
 RemovableHandle register_program_tensors(const std::string& name, Model& model,
                                          ProgramTensors::Save save, ProgramTensors::Load load) {
-  check_name(name);
+  check_tensor_name(name);
   const auto runtime = Runtime::get_shared();
   for (const auto& other : program_tensors_of(*runtime, {&model})) {
     SMP_CHECK_WITH(UsageError, other->name() != name,

@@ -10,7 +10,6 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <unordered_set>
 #include <utility>
 
 #include "checkpoint/apply.h"
@@ -23,13 +22,13 @@
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
-#include "runtime/save/average.h"
 #include "runtime/save/copy_transfer.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/program_tensors.h"
 #include "runtime/save/together.h"
 #include "runtime/save/written_shard.h"
-#include "runtime/step/preparing.h"
+#include "runtime/update/average.h"
+#include "runtime/update/complete_gradients.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -401,58 +400,16 @@ std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest
 void begin_saving(Runtime& runtime, const std::string& call) {
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
                  " was called inside a step function; call it after the step");
-  SMP_CHECK_WITH(UsageError, !has_delayed(runtime), call,
+  SMP_CHECK_WITH(UsageError, !has_delayed(runtime.table()), call,
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
   take_back_wholes(runtime);
   CheckpointContext::of(runtime).finish();
   runtime.update_watch->compare_now();
-  settle_seed(runtime);  // the first step after this save draws the same as one that resumes
+  runtime.settle_seed();  // the first step after this save draws the same as one that resumes
 }
 
 }  // namespace
-
-void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
-  SMP_CHECK_WITH(
-      UsageError, runtime.current_step.adding_up == nullptr, call,
-      " was called while sums of gradients wait for later steps "
-      "(backward_passes_per_step), which are in no checkpoint. Call it after the last of "
-      "the steps that add up");
-}
-
-void check_no_common_parameters(const std::vector<Optimizer*>& optimizers,
-                                const std::string& call) {
-  std::set<std::string> all;
-  for (const Optimizer* optimizer : optimizers) {
-    std::set<std::string> repeated = optimizer->parameters();
-    all.merge(repeated);
-    SMP_CHECK_WITH(UsageError, repeated.empty(), call, ": two optimizers have parameter \"",
-                   *repeated.begin(),
-                   "\", and a checkpoint has one state of it. Save them under two paths, or give "
-                   "each optimizer parameters of its own");
-  }
-}
-
-std::vector<NamedTensor> tensors_of(const Runtime& runtime, const std::vector<Model*>& models) {
-  // One set for each model: names of other models may begin alike.
-  std::vector<std::unordered_set<const c10::TensorImpl*>> own(models.size());
-  for (size_t i = 0; i < models.size(); ++i) {
-    for (const auto& dict : {models[i]->named_parameters(), models[i]->named_buffers()}) {
-      for (const auto& item : dict) own[i].insert(item.value().unsafeGetTensorImpl());
-    }
-  }
-  const auto is_of = [&](const ParameterTable::Entry& entry, size_t i) {
-    return own[i].count(entry.tensor.unsafeGetTensorImpl()) > 0 &&
-           entry.name.rfind(models[i]->full_name(""), 0) == 0;
-  };
-  std::vector<NamedTensor> result;
-  for (const auto& entry : runtime.table().entries()) {
-    bool is_own = false;
-    for (size_t i = 0; i < models.size(); ++i) is_own |= is_of(entry, i);
-    if (is_own) result.push_back({entry.name, entry.tensor, entry.aliases});
-  }
-  return result;
-}
 
 std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const CheckpointParts& parts) {
   Runtime& runtime = Runtime::get();

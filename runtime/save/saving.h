@@ -5,7 +5,6 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
 #include "checkpoint/writer.h"
 #include "runtime/model.h"
@@ -17,9 +16,6 @@
 #include "smp/name_map.h"
 
 namespace smp::runtime {
-
-/// The key of an optimizer's dynamic loss scale in a checkpoint's "optimizer".
-constexpr const char* kLossScale = "loss_scale";
 
 /// The request of a save. Internal.
 struct SaveRequest {
@@ -44,18 +40,6 @@ struct SaveRequest {
   /// Holders that keep it, if it is a copy; null: it lies where all ranks see it.
   std::shared_ptr<const CopyHolders> holders = nullptr;
 };
-
-/// Throws `UsageError` between steps whose gradients add up: no checkpoint holds their sums. `call`
-/// is the user's call, for errors.
-void check_nothing_adds_up(const Runtime& runtime, const std::string& call);
-
-/// Throws `UsageError` for a parameter that two of the optimizers update: a checkpoint has one
-/// state of it. `call` is the user's call, for errors.
-void check_no_common_parameters(const std::vector<Optimizer*>& optimizers, const std::string& call);
-
-/// The models' tensors under their full names, each once.
-std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
-                                                const std::vector<Model*>& models);
 
 /// Writes a checkpoint of models and optimizers. Collective over the world. Files that cannot be
 /// written are one `CheckpointError` on all ranks, and then an earlier checkpoint is as it was; for

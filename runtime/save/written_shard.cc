@@ -6,12 +6,11 @@
 
 #include "checkpoint/apply.h"
 #include "runtime/parameters/dividing.h"
-#include "runtime/parameters/sharding.h"
 #include "runtime/parameters/whole.h"
-#include "runtime/save/average.h"
 #include "runtime/save/program_tensors.h"
-#include "runtime/save/saving.h"
+#include "runtime/update/average.h"
 #include "runtime/update/divided_states.h"
+#include "runtime/update/optimizer.h"
 
 namespace smp::runtime {
 namespace {
@@ -22,7 +21,7 @@ using checkpoint::NamedTensor;
 void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& state,
                  checkpoint::Shard& shard) {
   turns.keep_mine(state);
-  join_states(runtime, CommGroup::kTp, state);
+  join_states(runtime, runtime.topology().axis(CommGroup::kTp), state);
   shard.optimizer_tensors.merge(optim::tensors_of(state));
 }
 
@@ -74,7 +73,7 @@ Writers::Writers(const Runtime& runtime, const Turns& turns, bool writes_states)
   const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
   const bool all = turns.are_taken() || (writes_states && shards_optimizer_state(runtime));
   int replicas = all ? runtime.replicas()->size() : 1;
-  if (runtime.sharding()) replicas = runtime.sharding()->parameters()->group()->size();
+  if (runtime.sharding()) replicas = runtime.topology().pieces().size;
   count = (runtime.partitioned() ? stages * replicas : 1) * parts;
   const int place = runtime.replicas()->rank() * stages + runtime.rank_in(CommGroup::kPp);
   const int part = runtime.rank_in(CommGroup::kTp);

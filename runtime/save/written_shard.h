@@ -9,7 +9,7 @@
 #include "optim/state_dict.h"
 #include "runtime/model.h"
 #include "runtime/runtime.h"
-#include "runtime/save/loading.h"
+#include "smp/checkpoint_parts.h"
 
 /// The part of a checkpoint that each rank writes.
 namespace smp::runtime {

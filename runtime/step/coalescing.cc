@@ -113,7 +113,7 @@ class Chooser {
       best = std::move(made);
     }
     if (best) {
-      runtime_.first_step.coalescing = best->factor;
+      runtime_.first_step.coalescing = best->map.factor;
     } else if (reason.empty()) {
       reason = "nothing else is predicted to be faster";
       runtime_.first_step.coalescing = 1;
@@ -150,9 +150,10 @@ class Chooser {
     std::string text = c10::str("step function \"", request_.step_name,
                                 "\": ", request_.microbatches, " microbatches run ");
     if (chosen != nullptr) {
-      text += c10::str("as ", request_.microbatches / chosen->factor, " of ", chosen->factor,
-                       " (\"numerics\": \"fast\"); ", chosen->run_once(), " of ",
-                       chosen->operators.size(), " operators run once for all ", chosen->factor);
+      text += c10::str("as ", request_.microbatches / chosen->map.factor, " of ",
+                       chosen->map.factor, " (\"numerics\": \"fast\"); ", chosen->run_once(),
+                       " of ", chosen->map.operators.size(), " operators run once for all ",
+                       chosen->map.factor);
     } else {
       text += c10::str("one by one, though \"numerics\" is \"fast\": ", reason);
     }
@@ -172,20 +173,6 @@ std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
                                                           const CoalescingRequest& request) {
   if (runtime.config().numerics() != "fast" || request.microbatches == 1) return nullptr;
   return Chooser(runtime, request).run();
-}
-
-std::vector<std::vector<at::Tensor>> separate_outputs(
-    const graph::Coalesced& coalesced, std::vector<std::vector<at::Tensor>> outputs) {
-  const auto factor = static_cast<size_t>(coalesced.factor);
-  std::vector<std::vector<at::Tensor>> result(outputs.size() / factor);
-  for (size_t position = 0; position < result.size(); ++position) {
-    for (size_t m = 0; m < outputs[position * factor].size(); ++m) {
-      for (size_t part = 0; part < factor; ++part) {
-        result[position].push_back(std::move(outputs[position * factor + part][m]));
-      }
-    }
-  }
-  return result;
 }
 
 }  // namespace smp::runtime

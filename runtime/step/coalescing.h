@@ -40,9 +40,4 @@ struct CoalescingRequest {
 std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
                                                           const CoalescingRequest& request);
 
-/// The outputs of a coalesced graph, by position and its own microbatches, as those of the
-/// original.
-std::vector<std::vector<at::Tensor>> separate_outputs(const graph::Coalesced& coalesced,
-                                                      std::vector<std::vector<at::Tensor>> outputs);
-
 }  // namespace smp::runtime

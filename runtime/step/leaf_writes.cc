@@ -4,7 +4,7 @@
 #include "core/check.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
-#include "runtime/update/precision.h"
+#include "runtime/precision.h"
 
 namespace smp::runtime {
 

@@ -55,11 +55,11 @@ graph::Environment whole_environment(const Runtime& runtime, const graph::Graph&
 
 }  // namespace
 
-void check_same_first_step(const Runtime& runtime, const graph::Graph& graph, int64_t microbatches,
+void check_same_first_step(const Job& job, const graph::Graph& graph, int64_t microbatches,
                            const std::string& step_name) {
-  const core::Topology& topology = runtime.topology();
+  const core::Topology& topology = job.topology();
   const auto all =
-      comm::all_gather_bytes(*runtime.world(), c10::str(microbatches, " ", graph.fingerprint()));
+      comm::all_gather_bytes(*job.world(), c10::str(microbatches, " ", graph.fingerprint()));
   std::vector<int64_t> counts(topology.rdp_size());
   std::vector<std::string> graphs(all.size());
   for (size_t rank = 0; rank < all.size(); ++rank) {
@@ -83,7 +83,7 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
   if (config.skip_tracing() || runs_in_group(runtime, graph)) {
     partitioner::estimate_costs(graph, nullptr, compute);
   } else if (runtime.rank() == 0) {
-    const BufferRestorer restorer(runtime);
+    const BufferRestorer restorer(runtime.table());
     graph::measure_costs(graph, whole_environment(runtime, graph, inputs), key, checksums,
                          step_name,
                          graph::MeasureOptions()
@@ -99,7 +99,7 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {
   const auto path = runtime.config().graph_file();
   if (path && runtime.rank() == 0) {
-    graph::save_graph(graph, *path, runtime.optimizer_states().factors());
+    graph::save_graph(graph, *path, runtime.optimizer_states->factors());
   }
 }
 

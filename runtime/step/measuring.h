@@ -16,7 +16,7 @@ namespace smp::runtime {
 /// Throws a `UsageError` on all ranks unless all have captured the same graph in their first step
 /// and all replicas cut their batches into as many microbatches: they share one plan. Collective
 /// over the world; ranks of one pipeline have agreed on both.
-void check_same_first_step(const Runtime& runtime, const graph::Graph& graph, int64_t microbatches,
+void check_same_first_step(const Job& job, const graph::Graph& graph, int64_t microbatches,
                            const std::string& step_name);
 
 /// Measures the graph's costs on world rank 0, or estimates them if the configuration says so or

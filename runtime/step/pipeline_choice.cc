@@ -95,11 +95,13 @@ class StepPlanner {
     Schedule schedule = make(name, report);
     // Also verifies it.
     auto simulation = pipeline::simulate(schedule, options_.edges(), options_.costs());
+    auto bounds = pipeline::VerifyOptions().credit(options_.microbatches());
     if (name == "interleaved") {
-      pipeline::verify(schedule, options_.edges(),
-                       pipeline::VerifyOptions()
-                           .active_microbatches(options_.active_microbatches())
-                           .credit(options_.microbatches()));
+      bounds.active_microbatches(options_.active_microbatches());
+      pipeline::verify(schedule, options_.edges(), bounds);
+    } else if (name == "list") {
+      bounds.memory_limit(options_.memory_limit()).costs(options_.costs());
+      pipeline::verify(schedule, options_.edges(), bounds);
     }
     return {std::move(name), std::move(schedule), std::move(simulation)};
   }
@@ -204,18 +206,21 @@ std::string read_schedule(const Config& config) {
 
 partitioner::CostModel read_costs(const Config& config, at::Device device) {
   const std::string name = config.cost_model();
-  if (name == "auto" && device.is_cpu()) return CostModel();
-  if (const auto gpu = CostModel::of_gpu(name == "auto" ? "a100" : name)) return *gpu;
+  if (name == "auto") return CostModel::of_device(device);
+  if (const auto gpu = CostModel::of_gpu(name)) return *gpu;
   return partitioner::cost_model_from_json(core::read_file(name, "the cost model"), name);
 }
 
 partitioner::StepModel step_model(const Config& config, int ranks, int microbatches, int replicas) {
   const InFlight in_flight = in_flight_of(schedule_name(config));
   const bool configured = in_flight == InFlight::kAll || in_flight == InFlight::kActive;
-  const int by_ranks = in_flight == InFlight::kTwiceRanks ? 2 * ranks : ranks;
+  const bool splits = in_flight == InFlight::kSplitRanks || in_flight == InFlight::kSplitTwiceRanks;
+  const bool twice = in_flight == InFlight::kTwiceRanks || in_flight == InFlight::kSplitTwiceRanks;
   return partitioner::StepModel(microbatches)
       .interleaved(in_flight != InFlight::kAll)
-      .active_microbatches(configured ? static_cast<int>(config.active_microbatches()) : by_ranks)
+      .splits(splits)
+      .active_microbatches(configured ? static_cast<int>(config.active_microbatches())
+                                      : (twice ? 2 : 1) * ranks)
       .optimizer_state(config.optimizer_state_factor())
       .replicas(replicas)
       .shards(std::max(static_cast<int>(config.gradient_shards()) / replicas, 1))

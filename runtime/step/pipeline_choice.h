@@ -22,8 +22,8 @@ namespace smp::runtime {
 /// The schedule of `"pipeline": "file"` in its text form, else "". Throws the errors of reading it.
 std::string read_schedule(const Config& config);
 
-/// The costs in the file of `cost_model`; where that is none, the defaults for such devices. Throws
-/// the errors of reading it.
+/// The costs that `cost_model` names: those of the device, of a GPU by its name, or in a file.
+/// Throws the errors of reading it.
 partitioner::CostModel read_costs(const Config& config, at::Device device);
 
 /// The step in which a plan is used, by `replicas` pipelines of `ranks` ranks, under the limit of

@@ -116,11 +116,11 @@ void release_others(Runtime& runtime) {
 }
 
 /// The only default that makes results other than those of the plain program.
-void tell_clipping(const Runtime& runtime) {
-  if (runtime.rank() > 0) return;
+void tell_clipping(const Job& job) {
+  if (job.rank() > 0) return;
   core::log_info(c10::str(
       "sharded data parallelism: optimizer.step() clips gradients to a norm of ",
-      runtime.config().sdp_gradient_clipping(),
+      job.config().sdp_gradient_clipping(),
       " over all of them (\"sdp_gradient_clipping\"); a value that no norm reaches, such as 1e9, "
       "leaves them as they are"));
 }

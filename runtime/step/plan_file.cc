@@ -19,18 +19,18 @@ namespace smp::runtime {
 namespace {
 
 /// The content of the file on world rank 0; empty if there is none.
-std::string read_for_all(const Runtime& runtime, const std::string& path) {
+std::string read_for_all(const Job& job, const std::string& path) {
   std::string text;
-  if (runtime.rank() == 0) {
+  if (job.rank() == 0) {
     std::ifstream in(path, std::ios::binary);
     if (in) text.assign(std::istreambuf_iterator<char>(in), {});
   }
-  return comm::broadcast_bytes(*runtime.world(), text, 0);
+  return comm::broadcast_bytes(*job.world(), text, 0);
 }
 
-void save(const Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
+void save(const Job& job, const graph::Graph& graph, const partitioner::Plan& plan,
           const std::string& path) {
-  if (runtime.rank() != 0) return;
+  if (job.rank() != 0) return;
   std::ofstream out(path, std::ios::binary);
   out << partitioner::plan_to_json(graph, plan) << std::flush;
   SMP_CHECK_WITH(ConfigError, out.good(), path,
@@ -54,13 +54,13 @@ std::shared_ptr<const partitioner::Plan> previous_plan(const graph::Graph& graph
 
 }  // namespace
 
-partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph,
+partitioner::Plan plan_by_file(const Job& job, const graph::Graph& graph,
                                partitioner::PartitionOptions options) {
-  const auto path = runtime.config().partition_file();
+  const auto path = job.config().partition_file();
   if (!path) return partitioner::partition_in_best_order(graph, options);
-  const std::string text = read_for_all(runtime, *path);
+  const std::string text = read_for_all(job, *path);
   const int partitions = options.partitions();
-  if (runtime.config().load_partition()) {
+  if (job.config().load_partition()) {
     SMP_CHECK_WITH(ConfigError, !text.empty(), *path,
                    ": cannot load the partition: there is no such file on world rank 0, or it is "
                    "empty. Run once without \"load_partition\" to save one.");
@@ -68,7 +68,7 @@ partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph
   }
   options.previous(previous_plan(graph, text, partitions, *path));
   auto plan = partitioner::partition_in_best_order(graph, options);
-  save(runtime, graph, plan, *path);
+  save(job, graph, plan, *path);
   return plan;
 }
 

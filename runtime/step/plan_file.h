@@ -4,7 +4,7 @@
 #include "graph/graph.h"
 #include "partitioner/partition.h"
 #include "partitioner/plan.h"
-#include "runtime/runtime.h"
+#include "runtime/job.h"
 
 namespace smp::runtime {
 
@@ -13,7 +13,7 @@ namespace smp::runtime {
 /// one, and saved there by world rank 0. Collective over the world: rank 0 reads the file for all.
 /// Throws the errors of `partition` and `plan_from_json`, on every rank; `ConfigError` if there is
 /// nothing to load, or the file cannot be written.
-partitioner::Plan plan_by_file(const Runtime& runtime, const graph::Graph& graph,
+partitioner::Plan plan_by_file(const Job& job, const graph::Graph& graph,
                                partitioner::PartitionOptions options);
 
 }  // namespace smp::runtime

@@ -228,7 +228,7 @@ partitioner::StepModel step_model(const Runtime& runtime, int microbatches) {
                          runtime.topology().rdp_size());
   step.shards(runtime.shards_of_replica());
   step.costs(runtime.first_step.costs);
-  step.optimizer_states(runtime.optimizer_states().factors());
+  step.optimizer_states(runtime.optimizer_states->factors());
   if (limited_by_devices(runtime)) step.memory_limit(runtime.first_step.device_share);
   return step;
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/preparing.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -120,28 +119,17 @@ void prepare_models(Runtime& runtime) {
   settle_device(runtime);
   settle_device_share(runtime);
   broadcast_values(runtime);
-  settle_seed(runtime);
+  runtime.settle_seed();
   // Read once, so that ranks of other hosts run the same.
   const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
   runtime.first_step.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
   runtime.first_step.costs = settle_costs(runtime);
-  runtime.optimizer_states().settle(runtime);
-  if (has_delayed(runtime)) {
+  runtime.optimizer_states->settle(runtime);
+  if (has_delayed(runtime.table())) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);
   }
   show_on_device(runtime);
-}
-
-void settle_seed(Runtime& runtime) {
-  if (runtime.progress.seed) return;
-  const int64_t configured = runtime.config().seed();
-  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
-                                  : at::detail::getDefaultCPUGenerator().current_seed();
-  const std::string bytes = comm::broadcast_bytes(
-      *runtime.world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
-  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
-  runtime.progress.seed = seed;
 }
 
 }  // namespace smp::runtime

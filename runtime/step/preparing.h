@@ -13,8 +13,4 @@ namespace smp::runtime {
 /// between ranks.
 void prepare_models(Runtime& runtime);
 
-/// Settles the seed of all random streams, unless that is done: the one that the user set, or that
-/// the default generator of world rank 0 has. Collective over the world.
-void settle_seed(Runtime& runtime);
-
 }  // namespace smp::runtime

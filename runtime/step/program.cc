@@ -51,10 +51,8 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
       microbatches_(microbatches),
       coalesced_(coalesced),
       pipeline_(runtime_->group(CommGroup::kPp)),
-      foreign_gradients_(*runtime_, *graph_) {
+      foreign_gradients_(foreign_gradients(*runtime_, *graph_)) {
   core::return_scratch_memory();  // memory of the sizes that other programs compute with
-  position_.resize(plan_.order.size());
-  for (size_t p = 0; p < plan_.order.size(); ++p) position_[plan_.order[p]] = static_cast<int>(p);
   const Config& config = runtime_->config();
   const int ranks = pipeline_->size();
   auto step = plan_step(
@@ -262,7 +260,7 @@ void Program::finish_training(const std::string& name, ReplicaPace pace) {
     }
     paces = exchange.wait();
   });
-  if (runtime_->current_step.adding_up == nullptr) foreign_gradients_.publish();
+  if (runtime_->current_step.adding_up == nullptr) runtime_->update_watch->give(foreign_gradients_);
   if (together_.is_complete) check_same_pace(paces, name);
   std::vector<int64_t> counts;
   for (const ReplicaPace& other : paces) counts.push_back(other.microbatches);
@@ -318,14 +316,6 @@ void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step
   }
 }
 
-/// The guard numbers operators as they were captured, the stages as they run.
-void Program::count_as_planned(Inputs& inputs) const {
-  if (position_.empty()) return;
-  for (auto& list : inputs.constants) {
-    for (auto& change : list) change.operator_index = position_[change.operator_index];
-  }
-}
-
 /// Stages keep the overrides they were given, so values that an earlier step overrode and this one
 /// does not are set back to the recorded ones.
 void Program::complete_overrides(Inputs& inputs) {
@@ -359,7 +349,6 @@ Program::Outputs Program::run(Inputs inputs) {
   if (runtime_->sharding()) runtime_->sharding()->parameters()->take_back();
   if (graph_->trains() || runtime_->sharding()) forget_copies(*runtime_);
   const graph::UnseenScope present(absent_);
-  count_as_planned(inputs);
   complete_overrides(inputs);
   if (graph_->trains()) begin_training(inputs.name);
   refresh_replicas();

@@ -41,7 +41,7 @@ class Program : public std::enable_shared_from_this<Program> {
   /// One step's inputs and constants.
   struct Inputs {
     std::vector<std::vector<at::Tensor>> tensors;  ///< tensors by microbatch, then graph input
-    /// Constants by microbatch, or one entry for all; operators are counted as captured.
+    /// Constants by microbatch, or one entry for all; operators are counted as they run.
     std::vector<std::vector<graph::ConstantOverride>> constants;
     std::vector<std::vector<graph::ContentOverride>> contents;
     std::string name;            ///< name of the step function
@@ -93,7 +93,6 @@ class Program : public std::enable_shared_from_this<Program> {
   std::vector<at::Tensor> broadcast_outputs(const pipeline::MessageLayout& layout,
                                             std::vector<at::Tensor> tensors, int rank) const;
   uint64_t global_microbatch(int64_t microbatch) const;
-  void count_as_planned(Inputs& inputs) const;
   void complete_overrides(Inputs& inputs);
   void make_records(const graph::Graph& captured);
   pipeline::Executor::Step operands(const Inputs& inputs);
@@ -106,7 +105,6 @@ class Program : public std::enable_shared_from_this<Program> {
   std::shared_ptr<Runtime> runtime_;
   std::shared_ptr<const graph::Graph> graph_;
   partitioner::Plan plan_;
-  std::vector<int> position_;  // per captured operator; empty: in the captured order
   int64_t microbatches_;
   int64_t coalesced_;
   comm::CommunicatorPtr pipeline_;

@@ -10,11 +10,12 @@
 #include "dp/replica_state.h"
 #include "runtime/model.h"
 #include "runtime/parameters/dividing.h"
-#include "runtime/save/average.h"
+#include "runtime/precision.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/program.h"
-#include "runtime/step/step_functions.h"
-#include "runtime/update/precision.h"
+#include "runtime/step_functions.h"
+#include "runtime/update/average.h"
+#include "runtime/update/complete_gradients.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -57,7 +58,7 @@ void ReplicaJoin::end_join() {
     Joinable::end_join();
     // They are sums of steps of others.
     if (!std::exchange(took_part_, false)) return;
-    for (const auto& model : runtime_.models()) model->zero_grad();
+    for (const auto& model : runtime_.models()) zero_grad(*model);
   } catch (const std::exception& error) {
     runtime_.fail(error);
     throw;
@@ -81,7 +82,7 @@ void ReplicaJoin::take_model_of(int root) {
     if (runtime_.owns(entry)) tensors.push_back(entry.tensor.detach());
   }
   dp::broadcast_in_pieces(std::move(tensors), runtime_.replicas(), root);
-  for (Average* average : all_averages(runtime_)) average->take_of(runtime_.replicas(), root);
+  for (Average* average : runtime_.averages) average->take_of(runtime_.replicas(), root);
   take_counts_of(root);
 }
 

@@ -38,7 +38,7 @@
 #include "runtime/step/microbatches.h"
 #include "runtime/step/placing.h"
 #include "runtime/step/preparing.h"
-#include "runtime/step/step_value.h"
+#include "runtime/step_value.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -155,7 +155,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   step.step_call = runtime_->progress.step_functions.count_call(name_);
   last_program_ = prepared.program;
   StepResults results = last_program_->run(std::move(step));
-  if (prepared.coalesced) results = separate_outputs(*prepared.coalesced, std::move(results));
+  results = prepared.map.outputs(std::move(results));
   results = own_outputs(std::move(results), call.microbatches);
   runtime_->update_watch->after_step(name_, *traced.found);
   if (traced.found->trains()) {
@@ -219,24 +219,16 @@ bool StepFunction::move_in(Batches& batches, const Program& program) const {
 Program::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
                                         std::vector<std::vector<at::Tensor>> inputs) const {
   Program::Inputs step;
-  const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
+  const int64_t factor = prepared.map.factor;
   const bool moved = move_in(batches, *prepared.program);
   const int64_t count = batches.front().microbatches / factor;
   step.tensors = moved || factor > 1 ? split(batches, count) : std::move(inputs);
-  step.constants = std::move(traced.constants);
-  step.contents = std::move(traced.contents);
+  for (const auto& list : traced.constants) step.constants.push_back(prepared.map.constants(list));
+  for (const auto& list : traced.contents) step.contents.push_back(prepared.map.contents(list));
   step.random_stream = stream_;
   step.name = name_;
   step.detach_outputs = options_.detach_outputs();
   step.share_outputs = options_.share_outputs();
-  if (prepared.coalesced) {
-    for (auto& list : step.constants) list = prepared.coalesced->constants(list);
-    for (auto& list : step.contents) list = prepared.coalesced->contents(list);
-  }
-  if (prepared.divided) {
-    for (auto& list : step.constants) list = prepared.divided->constants(list);
-    for (auto& list : step.contents) list = prepared.divided->contents(list);
-  }
   return step;
 }
 
@@ -368,7 +360,8 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
 /// Whether this rank can run the whole model: in the first step, where it has all parameters on its
 /// device.
 bool StepFunction::captures_on_data() const {
-  return !runtime_->partitioned() && !has_delayed(*runtime_) && !has_waiting(*runtime_);
+  const ParameterTable& table = runtime_->table();
+  return !runtime_->partitioned() && !has_delayed(table) && !has_waiting(table);
 }
 
 StepFunction::Traced StepFunction::trace(const StepCall& call,
@@ -377,7 +370,7 @@ StepFunction::Traced StepFunction::trace(const StepCall& call,
   graph::TraceResult first;
   if (captures_on_data()) {
     // Every rank still holds the whole model: this run computes, on copies of the inputs.
-    const BufferRestorer restorer(*runtime_);
+    const BufferRestorer restorer(runtime_->table());
     std::vector<at::Tensor> copies;
     for (const at::Tensor& input : inputs[0]) {
       copies.push_back(graph::copy_to(runtime_->device(), input));
@@ -525,19 +518,21 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
     partitioner::estimate_costs(*traced.found, runtime_->first_step.measured.get(),
                                 runtime_->first_step.costs.compute);
   }
-  prepared.coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
+  const auto coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
   std::shared_ptr<const graph::Graph> runs = traced.found;
-  if (prepared.coalesced) runs = {prepared.coalesced, &prepared.coalesced->graph};
-  prepared.divided = divide_graph(*runtime_, *traced.found, name_);
-  if (prepared.divided) runs = {prepared.divided, &prepared.divided->graph};
-  const int64_t factor = prepared.coalesced ? prepared.coalesced->factor : 1;
-  const auto count = static_cast<int>(microbatches_run(call) / factor);
+  if (coalesced) runs = {coalesced, &coalesced->graph};
+  graph::GraphMap map = coalesced ? coalesced->map : graph::GraphMap::in_order(*runs);
+  const auto divided = divide_graph(*runtime_, *runs, name_);
+  if (divided) {
+    runs = {divided, &divided->graph};
+    map = graph::compose(map, divided->map);
+  }
+  const auto count = static_cast<int>(microbatches_run(call) / map.factor);
   if (first) save_first_graph(*runtime_, *runs);
   // The guard compares with the graph as captured; the steps run it in the plan's order.
   auto planned = make_plan(*runtime_, runs, count);
   if (first) {
-    apply_first_plan(*runtime_, planned, count,
-                     prepared.divided ? prepared.divided->parameters : Splits());
+    apply_first_plan(*runtime_, planned, count, divided ? divided->parameters : Splits());
   }
   const graph::AliasAnalysis aliases(*runs);
   for (const auto& memory : aliases.sets()) {
@@ -547,7 +542,9 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
       if (writes) runtime_->table().set_written(value.name);
     }
   }
-  prepared.program = std::make_shared<Program>(runtime_, std::move(planned), count, !first, factor);
+  prepared.map = graph::compose(map, graph::GraphMap::in_order(*runs, planned.plan.order));
+  prepared.program =
+      std::make_shared<Program>(runtime_, std::move(planned), count, !first, map.factor);
   return prepared;
 }
 

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "graph/coalesce.h"
+#include "graph/graph_map.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
-#include "nn/rewrite/divide.h"
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/program.h"
@@ -60,10 +60,9 @@ class StepFunction {
     std::vector<uint64_t> checksums;
   };
 
-  /// The program that runs a graph, perhaps several microbatches as one.
+  /// The program that runs a graph, and how its own graph came from that.
   struct Prepared {
-    std::shared_ptr<const graph::Coalesced> coalesced;         // null: one by one
-    std::shared_ptr<const nn::rewrite::DividedGraph> divided;  // null: as captured
+    graph::GraphMap map;
     std::shared_ptr<Program> program;
   };
 

@@ -55,18 +55,18 @@ std::vector<int64_t> to_numbers(const std::string& bytes) {
 
 }  // namespace
 
-StepRecording::StepRecording(const Runtime& runtime, const pipeline::Schedule& schedule,
+StepRecording::StepRecording(const Job& job, const pipeline::Schedule& schedule,
                              pipeline::Simulation predicted, const std::vector<int64_t>& bytes,
                              int skipped, int steps, c10::Device device)
-    : runtime_(runtime),
+    : job_(job),
       schedule_(schedule),
       predicted_(std::move(predicted)),
-      recorder_(runtime.rank_in(CommGroup::kDp), runtime.rank_in(CommGroup::kPp),
+      recorder_(job.rank_in(CommGroup::kDp), job.rank_in(CommGroup::kPp),
                 static_cast<int64_t>(bytes.size()), steps),
       skipped_(skipped),
       device_(device) {
   for (size_t i = 0; i < bytes.size(); ++i) recorder_.set_bytes(i, bytes[i]);
-  recorder_.set_kept(predicted_.timeline[runtime.rank_in(CommGroup::kPp)]);
+  recorder_.set_kept(predicted_.timeline[job.rank_in(CommGroup::kPp)]);
 }
 
 bool StepRecording::begin_step(int64_t number) {
@@ -101,10 +101,10 @@ void StepRecording::on_step_end() {
 }
 
 pipeline::Timeline StepRecording::gather(const std::string& title) {
-  const auto world = runtime_.world();
+  const auto world = job_.world();
   auto timeline = recorder_.finish();
   // On one host all ranks have the same clock.
-  if (runtime_.topology().local_size(0) < world->size()) timeline.shift(offset_to_rank_0(*world));
+  if (job_.topology().local_size(0) < world->size()) timeline.shift(offset_to_rank_0(*world));
   std::vector<pipeline::RankTimeline> recorded;
   for (const auto& bytes : comm::all_gather_bytes(*world, to_bytes(pipeline::pack(timeline)))) {
     recorded.push_back(pipeline::unpack_timeline(to_numbers(bytes)));

@@ -14,7 +14,7 @@
 #include "pipeline/schedule.h"
 #include "pipeline/simulator.h"
 #include "pipeline/timeline.h"
-#include "runtime/runtime.h"
+#include "runtime/job.h"
 
 namespace smp::runtime {
 
@@ -29,9 +29,8 @@ class StepRecording final : public pipeline::Observer {
   /// `Executor::message_bytes`. All arguments but `bytes` are the same on all ranks of a pipeline.
   /// The first `skipped` steps are not recorded, the `steps` that follow are. `device`: where this
   /// rank computes.
-  StepRecording(const Runtime& runtime, const pipeline::Schedule& schedule,
-                pipeline::Simulation predicted, const std::vector<int64_t>& bytes, int skipped,
-                int steps, c10::Device device);
+  StepRecording(const Job& job, const pipeline::Schedule& schedule, pipeline::Simulation predicted,
+                const std::vector<int64_t>& bytes, int skipped, int steps, c10::Device device);
 
   /// The `number`-th step of training begins. Whether it is to be recorded: to be observed, and its
   /// reductions given.
@@ -51,7 +50,7 @@ class StepRecording final : public pipeline::Observer {
   pipeline::Timeline gather(const std::string& title);
 
  private:
-  const Runtime& runtime_;
+  const Job& job_;
   const pipeline::Schedule schedule_;
   const pipeline::Simulation predicted_;
   pipeline::TimelineRecorder recorder_;

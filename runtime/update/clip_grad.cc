@@ -15,16 +15,22 @@
 #include "core/check.h"
 #include "dp/bucket_layout.h"
 #include "optim/grad_norm.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/precision.h"
 #include "runtime/runtime.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/grad_norm.h"
 #include "runtime/update/optimizer_pieces.h"
-#include "runtime/update/precision.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
+
+/// The real type of the norm of a parameter's `.grad`, which is of float32 for half precision that
+/// the configuration asks for.
+at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter) {
+  const bool summed = half_type(config) && MasterWeights::concerns(parameter);
+  return summed ? at::kFloat : c10::toRealValueType(parameter.scalar_type());
+}
 
 /// The listed parameters, each once, and this rank's parts of their gradients.
 class Gradients {
@@ -87,7 +93,7 @@ class Gradients {
     const auto dtype = half_type(runtime_.config())
                            ? dp::sum_options(listed.parameter).dtype().toScalarType()
                            : listed.parameter.scalar_type();
-    return {listed.entry, std::move(own), dtype, exists};
+    return {listed.entry, listed.entry->sharding, std::move(own), dtype, exists};
   }
 
   /// Norms padded to the number of parameters and buffers, so that ranks that were given lists of

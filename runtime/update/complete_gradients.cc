@@ -2,6 +2,7 @@
 #include "runtime/update/complete_gradients.h"
 
 #include "core/check.h"
+#include "runtime/model.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/runtime.h"
 
@@ -12,6 +13,25 @@ void begin_use_of_gradients(const std::string& call) {
                  " was called inside a step function. Gradients are complete when the step has "
                  "returned: call it after the step");
   if (Runtime::exists()) take_back_wholes(Runtime::get());
+}
+
+void zero_grad(const Model& model) {
+  Runtime& runtime = model.runtime();
+  begin_outside_step(runtime, "zero_grad");
+  model.module_ptr()->zero_grad();
+  for (const at::Tensor& parameter : model.parameters()) {
+    const auto* entry = runtime.table().find(parameter);
+    // Drops the piece's with it.
+    if (entry != nullptr && entry->slice) entry->slice->has_gradient();
+  }
+}
+
+void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
+  SMP_CHECK_WITH(
+      UsageError, runtime.current_step.adding_up == nullptr, call,
+      " was called while sums of gradients wait for later steps "
+      "(backward_passes_per_step), which are in no checkpoint. Call it after the last of "
+      "the steps that add up");
 }
 
 }  // namespace smp::runtime

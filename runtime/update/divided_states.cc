@@ -16,19 +16,17 @@ namespace smp::runtime {
 namespace {
 
 using nlohmann::json;
-using Entries = std::vector<const ParameterTable::Entry*>;
 
 constexpr const char* kScalars = "scalars";
 constexpr const char* kFields = "fields";  // the dtype of a field that is divided, text of others
 
-/// How what a rank has of a parameter lies down to the cut over a group.
-comm::Sharding sharding_over(CommGroup over, const ParameterTable::Entry& entry) {
-  return over == CommGroup::kTp ? entry.part() : entry.sharding;
-}
+/// A parameter that the ranks along an axis divide.
+struct Divided {
+  const ParameterTable::Entry* entry;
+  comm::Sharding lies;  // sharding by their cut alone
 
-bool divides(CommGroup over, const ParameterTable::Entry& entry) {
-  return over == CommGroup::kTp ? entry.is_divided() : entry.slice.has_value();
-}
+  bool in_pieces() const { return std::holds_alternative<comm::Range>(lies.cuts.back().how); }
+};
 
 /// Everything of a state but the elements, which is the same on all ranks that have some.
 json describe(const comm::Sharding& sharding, int rank, const OptimizerState::Param& param) {
@@ -54,15 +52,14 @@ void check_elementwise(const std::string& name, const json& state) {
   }
 }
 
-/// The descriptions of the states of `entries`, by name; the same on all ranks of a group, and so
-/// are the errors.
-json agree_on_states(const Runtime& runtime, CommGroup over, comm::Communicator& group,
-                     const Entries& entries, const OptimizerState& state) {
+/// The descriptions of the states of divided parameters, by name; the same on all ranks of a group,
+/// and so are the errors.
+json agree_on_states(comm::Communicator& group, int rank, const std::vector<Divided>& divided,
+                     const OptimizerState& state) {
   json mine = json::object();
-  for (const auto* entry : entries) {
+  for (const auto& [entry, lies] : divided) {
     const auto found = state.params.find(entry->name);
-    if (found == state.params.end()) continue;
-    mine[entry->name] = describe(sharding_over(over, *entry), runtime.rank(), found->second);
+    if (found != state.params.end()) mine[entry->name] = describe(lies, rank, found->second);
   }
   json merged = json::object();
   std::vector<json> all;
@@ -70,55 +67,63 @@ json agree_on_states(const Runtime& runtime, CommGroup over, comm::Communicator&
     all.push_back(json::parse(text));
     merged.update(all.back());
   }
-  for (const auto* entry : entries) {
+  for (const Divided& parameter : divided) {
+    const auto& [entry, lies] = parameter;
     if (!merged.contains(entry->name)) continue;
     const json& expected = merged[entry->name];
-    const auto sharding = sharding_over(over, *entry);
     for (size_t r = 0; r < all.size(); ++r) {
-      const int rank = sharding.cuts.back().over.member(runtime.rank(), static_cast<int>(r));
-      if (c10::multiply_integers(sharding.sizes_of(rank)) == 0) continue;
+      const int other = lies.cuts.back().over.member(rank, static_cast<int>(r));
+      if (c10::multiply_integers(lies.sizes_of(other)) == 0) continue;
       const json got = all[r].value(entry->name, json());
       SMP_CHECK_WITH(UsageError, got == expected, "the optimizer's state of parameter \"",
                      entry->name, "\" differs between ranks that divide it: expected ",
-                     expected.dump(), ", rank ", rank, " has ", got.is_null() ? "none" : got.dump(),
+                     expected.dump(), ", rank ", other, " has ",
+                     got.is_null() ? "none" : got.dump(),
                      ". Call optimizer.step() on all ranks alike");
     }
-    if (over == CommGroup::kRdp) check_elementwise(entry->name, expected);
+    if (parameter.in_pieces()) check_elementwise(entry->name, expected);
   }
   return merged;
 }
 
-/// Adds to `joined` this rank's share of the states of `entries`, which a group divides.
-void join_divided(const Runtime& runtime, CommGroup over, comm::Communicator& group,
-                  const Entries& entries, const OptimizerState& state, OptimizerState& joined) {
-  const json all = agree_on_states(runtime, over, group, entries, state);
+/// Whether the ranks along an axis divide parameters, perhaps of other stages only.
+bool divide_any(const Runtime& runtime, const core::Axis& over) {
+  if (over == runtime.topology().axis(CommGroup::kTp)) return runtime.table().any_divided();
+  return !slices_of(runtime).empty();
+}
+
+/// Adds to `joined` this rank's share of the states of divided parameters.
+void join_divided(const Runtime& runtime, const comm::Communicator& group, const json& described,
+                  const std::vector<Divided>& divided, const OptimizerState& state,
+                  OptimizerState& joined) {
   std::vector<Held> held;
   std::vector<std::string> fields;  // field names, by index in `held`
-  for (const auto* entry : entries) {
-    if (!all.contains(entry->name)) continue;
+  for (const Divided& parameter : divided) {
+    const auto& [entry, lies] = parameter;
+    if (!described.contains(entry->name)) continue;
     const auto found = state.params.find(entry->name);
     const bool has_own = found != state.params.end();
-    for (const auto& [field, dtype] : all[entry->name][kFields].items()) {
+    for (const auto& [field, dtype] : described[entry->name][kFields].items()) {
       if (!dtype.is_number()) continue;
       at::Tensor own = has_own ? found->second.tensors.at(field) : at::Tensor();
       // On the host where the device has no room for all wholes.
-      if (has_own && over == CommGroup::kTp) own = own.cpu();
-      held.push_back({entry, std::move(own), dtype.get<at::ScalarType>(), /*exists=*/true});
+      if (has_own && !parameter.in_pieces()) own = own.cpu();
+      held.push_back({entry, lies, std::move(own), dtype.get<at::ScalarType>(), /*exists=*/true});
       fields.push_back(field);
     }
   }
-  for_each_joined(runtime, over, held, [&](size_t i, const at::Tensor& tensor) {
+  for_each_whole(runtime, held, [&](size_t i, const at::Tensor& tensor) {
     joined.params[held[i].entry->name].tensors[fields[i]] = tensor;
   });
-  for (const auto* entry : entries) {
-    if (!all.contains(entry->name)) continue;
-    const json& described = all[entry->name];
-    const bool has_joined = std::any_of(described[kFields].begin(), described[kFields].end(),
+  for (const auto& [entry, lies] : divided) {
+    if (!described.contains(entry->name)) continue;
+    const json& all = described[entry->name];
+    const bool has_joined = std::any_of(all[kFields].begin(), all[kFields].end(),
                                         [](const json& dtype) { return dtype.is_number(); });
     if (has_joined ? joined.params.count(entry->name) == 0 : group.rank() > 0) continue;
     OptimizerState::Param& param = joined.params[entry->name];
-    param.shape = over == CommGroup::kTp ? entry->sharding.sizes : entry->tensor.sizes().vec();
-    param.scalars = optim::text_of(described[kScalars]);
+    param.shape = lies.sizes;
+    param.scalars = optim::text_of(all[kScalars]);
     const auto found = state.params.find(entry->name);
     if (found == state.params.end()) continue;
     param.tensors.insert(found->second.tensors.begin(), found->second.tensors.end());
@@ -162,38 +167,34 @@ void cut_states(const Runtime& runtime, OptimizerState& state) {
                    at::IntArrayRef(param.shape));
     for (auto& [field, tensor] : param.tensors) {
       const size_t done = cuts_of(tensor.sizes());
-      if (done < cuts) tensor = sharding.cut(tensor, rank, done).clone();
+      if (done == cuts) continue;
+      tensor = sharding.cut(tensor, rank, done);
+      if (entry.slice) tensor = tensor.clone();  // so as to let go of the rest
     }
     param.shape = sharding.sizes_of(rank);
   }
 }
 
-void join_states(const Runtime& runtime, CommGroup over, OptimizerState& state) {
+void join_states(const Runtime& runtime, const core::Axis& over, OptimizerState& state) {
   at::NoGradGuard no_grad;
-  std::vector<std::pair<comm::CommunicatorPtr, Entries>> together;
-  if (over == CommGroup::kTp) {
-    if (runtime.table().any_divided()) {
-      together.emplace_back(runtime.group(over), runtime.table().divided());
-    }
-  } else {
-    for (const auto& slices : slices_of(runtime)) {
-      Entries entries;
-      for (const auto& name : slices->names()) entries.push_back(&runtime.table().at(name));
-      together.emplace_back(slices->group(), std::move(entries));
-    }
-  }
-  if (together.empty()) return;
+  if (!divide_any(runtime, over)) return;
+  std::vector<Divided> divided;
   OptimizerState joined{{}, state.groups};
-  const bool is_first = runtime.rank_in(over) == 0;
+  for (const auto& entry : runtime.table().entries()) {
+    if (auto lies = entry.sharding.along(over)) divided.push_back({&entry, *std::move(lies)});
+  }
+  const auto group = group_along(runtime, over);
+  const bool is_first = group->rank() == 0;
   for (const auto& [name, param] : state.params) {
-    if (is_first && !divides(over, runtime.table().at(name))) joined.params.emplace(name, param);
+    if (is_first && !runtime.table().at(name).sharding.along(over)) {
+      joined.params.emplace(name, param);
+    }
   }
-  for (auto& group : joined.groups) {
-    if (!is_first) group.params.clear();
+  for (auto& of : joined.groups) {
+    if (!is_first) of.params.clear();
   }
-  for (const auto& [group, entries] : together) {
-    join_divided(runtime, over, *group, entries, state, joined);
-  }
+  const json described = agree_on_states(*group, runtime.rank(), divided, state);
+  join_divided(runtime, *group, described, divided, state, joined);
   state = std::move(joined);
 }
 

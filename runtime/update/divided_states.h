@@ -19,12 +19,12 @@ std::string whole_name(const std::string& name);
 /// `CheckpointError` where a parameter has another shape.
 void cut_states(const Runtime& runtime, OptimizerState& state);
 
-/// Puts states together from those that the ranks of the groups `over`, first kRdp and then kTp,
-/// have: each rank is left those of some of the parameters that they divide, with scalars, so that
-/// none needs the memory for all. Fields of other sizes than this rank has of the parameter stay.
-/// Undivided ones, and the names in the groups, are left to the first. Collective over the ranks.
-/// Throws `UsageError` on all of them where their states differ, and for fields of other sizes
-/// where replicas divide a parameter.
-void join_states(const Runtime& runtime, CommGroup over, OptimizerState& state);
+/// Puts states together from those that the ranks along an axis have, which divide parameters last:
+/// first replicas, then those of tensor-parallel groups. Each is left those of some of these
+/// parameters, with scalars, so that none needs the memory for all. Fields of other sizes than this
+/// rank has of the parameter stay. Undivided ones, and the names in the groups, are left to the
+/// first. Collective over the ranks. Throws `UsageError` on all of them where their states differ,
+/// and for fields of other sizes where replicas divide a parameter.
+void join_states(const Runtime& runtime, const core::Axis& over, OptimizerState& state);
 
 }  // namespace smp::runtime

@@ -35,13 +35,14 @@ void append_floats(const at::Tensor& gradient, std::vector<double>& elements) {
   for (int64_t i = 0; i < count; ++i) elements.push_back(floats[i * distance]);
 }
 
-/// Copies elements of other types, or of a device, without a wait.
+/// Elements of another type, or of a device, where they lie.
 at::Tensor elements_of(const at::Tensor& gradient) {
   const auto [count, distance] = chosen_from(gradient);
-  return gradient.detach().as_strided({count}, {distance}).to(at::kDouble);
+  return gradient.detach().as_strided({count}, {distance});
 }
 
-/// Undefined where one of the gradients is gone.
+/// Copies the elements, with one kernel of a device and without a wait. Undefined where one of the
+/// gradients is gone.
 at::Tensor read(const std::vector<at::Tensor>& parameters) {
   at::NoGradGuard no_grad;
   std::vector<double> floats;
@@ -85,7 +86,7 @@ void GradientProbes::look(const std::vector<at::Tensor>& parameters) {
 std::optional<double> GradientProbes::factor() const {
   const at::Tensor now = elements_.defined() ? read(parameters_) : at::Tensor();
   if (!now.defined() || now.numel() != elements_.numel()) return std::nullopt;
-  const at::Tensor both = at::cat({elements_, now}).cpu();
+  const at::Tensor both = at::cat({elements_, now}).cpu().to(at::kDouble);
   const double* const before = both.const_data_ptr<double>();
   const double* const after = before + now.numel();
   std::optional<double> factor;

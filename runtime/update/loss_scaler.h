@@ -8,7 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "runtime/step/step_value.h"
+#include "runtime/step_value.h"
 #include "smp/loss_scale_options.h"
 
 namespace smp::runtime {

@@ -11,6 +11,9 @@
 
 namespace smp::runtime {
 
+/// The key of an optimizer's dynamic loss scale in a checkpoint's "optimizer".
+constexpr const char* kLossScale = "loss_scale";
+
 /// Divides the gradients of an optimizer by the loss scale once before each of its steps, and has
 /// it skip the step where a gradient is not finite on some rank of the world. Internal.
 ///

@@ -14,7 +14,7 @@
 #include "optim/foreach_step.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
-#include "runtime/save/average.h"
+#include "runtime/update/average.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/divided_states.h"
@@ -214,6 +214,19 @@ void Optimizer::set_loaded(const std::vector<OptimizerState::Group>& groups) {
     return runtime_->owns(name) && has_part(name);
   };
   pieces_.set_state({loaded.read(wanted), groups}, loaded.parameter_loads);
+}
+
+void check_no_common_parameters(const std::vector<Optimizer*>& optimizers,
+                                const std::string& call) {
+  std::set<std::string> all;
+  for (const Optimizer* optimizer : optimizers) {
+    std::set<std::string> repeated = optimizer->parameters();
+    all.merge(repeated);
+    SMP_CHECK_WITH(UsageError, repeated.empty(), call, ": two optimizers have parameter \"",
+                   *repeated.begin(),
+                   "\", and a checkpoint has one state of it. Save them under two paths, or give "
+                   "each optimizer parameters of its own");
+  }
 }
 
 }  // namespace smp::runtime

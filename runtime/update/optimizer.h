@@ -122,4 +122,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   bool warned_ = false;
 };
 
+/// Throws `UsageError` for a parameter that two of the optimizers update: a checkpoint has one
+/// state of it. `call` is the user's call, for errors.
+void check_no_common_parameters(const std::vector<Optimizer*>& optimizers, const std::string& call);
+
 }  // namespace smp::runtime

@@ -14,16 +14,12 @@
 #include "graph/absent.h"
 #include "optim/grad_norm.h"
 #include "runtime/parameters/sharding.h"
+#include "runtime/precision.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/grad_norm.h"
-#include "runtime/update/precision.h"
 
 namespace smp::runtime {
-
-bool shards_optimizer_state(const Runtime& runtime) {
-  return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
-}
 
 optim::ParameterNames parameter_names(const Runtime& runtime) {
   optim::ParameterNames names;
@@ -146,11 +142,9 @@ at::Tensor OptimizerPieces::updated(const at::Tensor& parameter) const {
 /// Names of parameters, and of pieces and masters, which have their parameter's.
 optim::ParameterNames OptimizerPieces::names() const {
   optim::ParameterNames names = parameter_names(runtime_);
-  for (const auto& slices : slices_) {
-    for (size_t i = 0; i < slices->names().size(); ++i) {
-      const at::Tensor& piece = slices->pieces()[i];
-      if (piece.defined()) names.emplace(piece.unsafeGetTensorImpl(), slices->names()[i]);
-    }
+  for (const auto& entry : runtime_.table().entries()) {
+    const bool has_piece = entry.slice && entry.updated().defined();
+    if (has_piece) names.emplace(entry.updated().unsafeGetTensorImpl(), entry.name);
   }
   optim::ParameterNames of_masters;
   for (const auto& [tensor, name] : names) {
@@ -163,8 +157,7 @@ optim::ParameterNames OptimizerPieces::names() const {
 
 /// Binds pieces to the parameters' memory, with the gradients that the program has not dropped.
 void OptimizerPieces::bind_pieces() {
-  find_slices();
-  for (const auto& slices : slices_) slices->bind();
+  for (const auto& slices : slices_of(runtime_)) slices->bind();
   for_each_divided([](const at::Tensor&, const Slice& slice) { slice.has_gradient(); });
 }
 
@@ -198,13 +191,15 @@ std::vector<double> OptimizerPieces::norms_of(const std::vector<optim::TensorOfP
   std::vector<Held> held;
   for (const auto& [entry, stand_in, dtype] : updated_) {
     if (stand_in.defined()) place[stand_in.unsafeGetTensorImpl()] = held.size();
-    held.push_back({entry, {}, dtype, /*exists=*/true});
+    held.push_back({entry, entry->sharding, {}, dtype, /*exists=*/entry->slice.has_value()});
   }
   for (const auto& [parameter, tensor] : tensors) {
     const auto found = place.find(parameter.unsafeGetTensorImpl());
-    if (found != place.end()) held[found->second].own = tensor;
+    if (found == place.end()) continue;
+    held[found->second].own = tensor;
+    held[found->second].exists = true;
   }
-  const auto group = runtime_.group(slices_.empty() ? CommGroup::kTp : CommGroup::kDp);
+  const auto group = runtime_.group(slices_of(runtime_).empty() ? CommGroup::kTp : CommGroup::kDp);
   const auto norms = share_norms(norms_of_wholes(runtime_, held, norm_type), *group);
   std::vector<double> result;
   for (const auto& [parameter, tensor] : tensors) {
@@ -267,8 +262,7 @@ std::vector<at::Tensor> OptimizerPieces::gradients() {
 }
 
 void OptimizerPieces::reload_masters() {
-  find_slices();
-  for (const auto& slices : slices_) slices->bind();
+  for (const auto& slices : slices_of(runtime_)) slices->bind();
   masters_.reload();
 }
 
@@ -292,7 +286,7 @@ void OptimizerPieces::write_back() {
 
 /// Updated pieces go to all replicas.
 void OptimizerPieces::gather() {
-  for (const auto& slices : slices_) {
+  for (const auto& slices : slices_of(runtime_)) {
     std::vector<bool> updated(slices->parameters().size(), false);
     for_each_divided([&](const at::Tensor&, const Slice& slice) {
       if (slice.slices == slices) updated[slice.index] = slice.has_gradient();
@@ -302,7 +296,7 @@ void OptimizerPieces::gather() {
 }
 
 void OptimizerPieces::zero_grad(bool set_to_none) {
-  find_slices();
+  divide();
   {
     const StandIn stand_in(*this, StandIn::Masters::kLeave);
     optimizer_.zero_grad(set_to_none);
@@ -354,7 +348,7 @@ void OptimizerPieces::forget_replaced() {
 }
 
 OptimizerState OptimizerPieces::gather_state() {
-  find_slices();
+  divide();
   adopt_states(/*before_masters=*/has_masters_);
   OptimizerState state = optim::share_state(optimizer_, names());
   {
@@ -362,12 +356,12 @@ OptimizerState OptimizerPieces::gather_state() {
     state.params = optim::share_state(optimizer_, names()).params;
   }
   add_masters(state);
-  join_states(runtime_, CommGroup::kRdp, state);
+  join_states(runtime_, runtime_.topology().pieces(), state);
   return state;
 }
 
 OptimizerState OptimizerPieces::local_state() {
-  find_slices();
+  divide();
   adopt_states();
   const StandIn stand_in(*this);
   OptimizerState state = optim::share_state(optimizer_, names());
@@ -382,7 +376,7 @@ OptimizerState OptimizerPieces::local_state() {
 }
 
 std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
-  slices_of(runtime_);  // which divides the parameters, if no step has
+  divide();
   return runtime_.table().at(parameter).name_on(runtime_.rank());
 }
 
@@ -421,7 +415,7 @@ void OptimizerPieces::take_masters(OptimizerState& state) {
 }
 
 void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
-  find_slices();
+  divide();
   cut_states(runtime_, whole);
   take_masters(whole);
   parameter_loads_ = parameter_loads;
@@ -434,7 +428,6 @@ void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
 }
 
 std::function<bool(const std::string&)> OptimizerPieces::has_part() {
-  find_slices();
   return [this](const std::string& name) { return !name_of_part(name).empty(); };
 }
 

@@ -18,9 +18,6 @@
 
 namespace smp::runtime {
 
-/// Whether `shard_optimizer_state` is in effect: there are several replicas.
-bool shards_optimizer_state(const Runtime& runtime);
-
 /// The names of all parameters.
 optim::ParameterNames parameter_names(const Runtime& runtime);
 
@@ -90,7 +87,8 @@ class OptimizerPieces {
     at::ScalarType dtype;  // type of stand-ins
   };
 
-  void find_slices() { slices_ = slices_of(runtime_); }
+  /// Divides the parameters, if no step has.
+  void divide() const { slices_of(runtime_); }
   void for_each(const std::function<void(const at::Tensor&)>& body) const;
   void for_each_divided(const std::function<void(const at::Tensor&, const Slice&)>& body) const;
   at::Tensor target_of(const at::Tensor& parameter) const;
@@ -113,7 +111,6 @@ class OptimizerPieces {
   torch::optim::Optimizer& optimizer_;
   const Runtime& runtime_;
   SetState set_state_;
-  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;  // slices by model that has them
   bool has_masters_;
   MasterWeights masters_;
   std::vector<Updated> updated_;  // in the order of the groups

@@ -2,13 +2,13 @@
 #include "runtime/update/optimizer_states.h"
 
 #include <algorithm>
-#include <cstring>
+#include <nlohmann/json.hpp>
 #include <string>
 
+#include "runtime/precision.h"
 #include "runtime/runtime.h"
 #include "runtime/update/master_weights.h"
 #include "runtime/update/optimizer.h"
-#include "runtime/update/precision.h"
 
 namespace smp::runtime {
 namespace {
@@ -37,15 +37,6 @@ partitioner::StateFactors known_factors(
   return factors;
 }
 
-std::vector<double> broadcast(comm::Communicator& world, const std::vector<double>& numbers) {
-  const size_t size = numbers.size() * sizeof(double);
-  const std::string mine(reinterpret_cast<const char*>(numbers.data()), size);
-  const std::string bytes = comm::broadcast_bytes(world, mine, 0);
-  std::vector<double> result(bytes.size() / sizeof(double));
-  if (!bytes.empty()) std::memcpy(result.data(), bytes.data(), bytes.size());
-  return result;
-}
-
 }  // namespace
 
 void OptimizerStates::add(const std::shared_ptr<const Optimizer>& optimizer) {
@@ -70,7 +61,9 @@ void OptimizerStates::settle(const Runtime& runtime) {
   }
   // Ranks may have the value alike, and only some of them by default: so rank 0 says that, too.
   if (config.is_set("optimizer_state_factor")) factors.clear();
-  factors = broadcast(*runtime.world(), factors);
+  const std::string text = nlohmann::json(factors).dump();
+  factors = nlohmann::json::parse(comm::broadcast_bytes(*runtime.world(), text, 0))
+                .get<std::vector<double>>();
   for (size_t i = 0; i < factors.size(); ++i) factors_[names[i]] = factors[i];
 }
 

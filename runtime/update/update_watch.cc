@@ -13,9 +13,8 @@
 #include "graph/visit.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
-#include "runtime/parameters/foreign.h"
+#include "runtime/precision.h"
 #include "runtime/runtime.h"
-#include "runtime/update/precision.h"
 
 namespace smp::runtime {
 namespace {
@@ -193,11 +192,13 @@ UpdateWatch::Updating::~Updating() {
   }
 }
 
-void UpdateWatch::give_foreign(const at::Tensor& parameter, const at::Tensor& absent) {
-  if (is_updating_) {  // in a closure
-    aside_.emplace_back(parameter, absent);
-  } else if (!parameter.grad().defined()) {
-    parameter.mutable_grad() = absent;
+void UpdateWatch::give(const ForeignGradients& gradients) {
+  for (const auto& [parameter, absent] : gradients) {
+    if (is_updating_) {  // in a closure
+      aside_.emplace_back(parameter, absent);
+    } else if (!parameter.grad().defined()) {
+      parameter.mutable_grad() = absent;
+    }
   }
 }
 

@@ -10,11 +10,10 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "runtime/parameters/foreign.h"
 #include "runtime/update/gradient_probes.h"
 
 namespace smp::runtime {
-
-class Runtime;
 
 /// Watches for mistakes around a program's steps that no rank can find by itself: whether the ranks
 /// that have one model together scale their gradients alike, whether steps train before the
@@ -56,9 +55,8 @@ class UpdateWatch {
    private:
     UpdateWatch& watch_;
   };
-  /// A step has given such a parameter a gradient, which its owner has: `absent` is its `.grad`
-  /// here.
-  void give_foreign(const at::Tensor& parameter, const at::Tensor& absent);
+  /// A step has given such parameters gradients, which their owners have.
+  void give(const ForeignGradients& gradients);
 
   /// How often these have happened.
   int64_t trainings() const { return trainings_; }

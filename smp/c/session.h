@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/session.h"
+#include "runtime/session/session.h"
 #include "smp/c/optimizer.h"
 #include "smp/c/output_gradient.h"
 #include "smp/c/tensors.h"

@@ -14,11 +14,11 @@ namespace {
 
 /// Its own name without "Impl" and the namespace, in errors and prints.
 template <class Module>
-constexpr const char* kName = "";
+constexpr const char* kLinearName = "";
 template <>
-constexpr const char* kName<RowParallelLinearImpl> = "RowParallelLinear";
+constexpr const char* kLinearName<RowParallelLinearImpl> = "RowParallelLinear";
 template <>
-constexpr const char* kName<DistributedLinearImpl> = "DistributedLinear";
+constexpr const char* kLinearName<DistributedLinearImpl> = "DistributedLinear";
 
 void print_sizes(std::ostream& stream, int64_t in_features, int64_t out_features, bool bias,
                  int ranks) {
@@ -93,7 +93,7 @@ std::map<std::string, ParameterSplit> RowDivided<Derived>::split_parameters() co
 template <class Derived>
 void RowDivided<Derived>::reset() {
   ranks_ = tensor_group()->size();
-  check_divides(kName<Derived>, "in_features", options.in_features(), ranks_);
+  check_divides(kLinearName<Derived>, "in_features", options.in_features(), ranks_);
   weight = this->register_parameter(
       "weight", at::empty({options.out_features(), options.in_features() / ranks_}));
   bias = options.bias() ? this->register_parameter("bias", at::empty({options.out_features()}))
@@ -110,7 +110,7 @@ void RowDivided<Derived>::reset_parameters() {
 
 template <class Derived>
 void RowDivided<Derived>::pretty_print(std::ostream& stream) const {
-  stream << "smp::nn::" << kName<Derived>;
+  stream << "smp::nn::" << kLinearName<Derived>;
   print_sizes(stream, options.in_features(), options.out_features(), options.bias(), ranks_);
   stream << ", input_is_parallel=" << (options.input_is_parallel() ? "true" : "false")
          << ", sequence_parallel=" << (options.sequence_parallel() ? "true" : "false") << ")";

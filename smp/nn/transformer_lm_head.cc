@@ -16,7 +16,7 @@
 namespace smp::nn {
 namespace {
 
-constexpr const char* kName = "DistributedTransformerLMHead";
+constexpr const char* kHeadName = "DistributedTransformerLMHead";
 
 /// A mask [N, S] of ones where tokens are masked, as the term added to scores. Not infinity, so
 /// that a sample of masked tokens only has no NaN.
@@ -48,7 +48,7 @@ torch::nn::Embedding DistributedTransformerLMHeadImpl::make_embedding(int64_t co
 }
 
 void DistributedTransformerLMHeadImpl::reset() {
-  check_divides(kName, "vocab_size", options.vocab_size(), tensor_group()->size());
+  check_divides(kHeadName, "vocab_size", options.vocab_size(), tensor_group()->size());
   word_embedding = register_module(
       "word_embedding", VocabParallelEmbedding(VocabParallelEmbeddingOptions(options.vocab_size(),
                                                                              options.hidden_size())
@@ -68,13 +68,13 @@ void DistributedTransformerLMHeadImpl::reset() {
 }
 
 void DistributedTransformerLMHeadImpl::pretty_print(std::ostream& stream) const {
-  stream << "smp::nn::" << kName << "(vocab_size=" << options.vocab_size()
+  stream << "smp::nn::" << kHeadName << "(vocab_size=" << options.vocab_size()
          << ", num_positions=" << options.num_positions()
          << ", hidden_size=" << options.hidden_size() << ")";
 }
 
 at::Tensor DistributedTransformerLMHeadImpl::forward(const Five& inputs) {
-  SMP_CHECK_WITH(UsageError, !options.add_cross_attention(), kName,
+  SMP_CHECK_WITH(UsageError, !options.add_cross_attention(), kHeadName,
                  ": with add_cross_attention its input is (input_ids, attention_mask, "
                  "token_type_ids, position_ids, cross_states, cross_mask, labels); got five "
                  "tensors");
@@ -83,7 +83,7 @@ at::Tensor DistributedTransformerLMHeadImpl::forward(const Five& inputs) {
 }
 
 at::Tensor DistributedTransformerLMHeadImpl::forward(const Seven& inputs) {
-  SMP_CHECK_WITH(UsageError, options.add_cross_attention(), kName,
+  SMP_CHECK_WITH(UsageError, options.add_cross_attention(), kHeadName,
                  ": without add_cross_attention its input is (input_ids, attention_mask, "
                  "token_type_ids, position_ids, labels); got seven tensors");
   const auto& [ids, mask, types, positions, cross, cross_mask, labels] = inputs;
@@ -92,9 +92,9 @@ at::Tensor DistributedTransformerLMHeadImpl::forward(const Seven& inputs) {
 
 at::Tensor DistributedTransformerLMHeadImpl::embed(const at::Tensor& ids, const at::Tensor& types,
                                                    const at::Tensor& positions) {
-  SMP_CHECK_WITH(UsageError, ids.size(-1) <= options.num_positions(), kName, ": a sequence of ",
+  SMP_CHECK_WITH(UsageError, ids.size(-1) <= options.num_positions(), kHeadName, ": a sequence of ",
                  ids.size(-1), " tokens is longer than num_positions ", options.num_positions());
-  SMP_CHECK_WITH(UsageError, !types.defined() || token_type_embedding, kName,
+  SMP_CHECK_WITH(UsageError, !types.defined() || token_type_embedding, kHeadName,
                  ": token_type_ids were given, but num_token_types is 0");
   at::Tensor x = word_embedding(ids);
   x = x + position_embedding(positions.defined()
@@ -107,10 +107,10 @@ at::Tensor DistributedTransformerLMHeadImpl::run(const at::Tensor& embedded, con
                                                  const at::Tensor& cross,
                                                  const at::Tensor& cross_mask,
                                                  const at::Tensor& labels) {
-  SMP_CHECK_WITH(UsageError, options.add_lm_head() || !labels.defined(), kName,
+  SMP_CHECK_WITH(UsageError, options.add_lm_head() || !labels.defined(), kHeadName,
                  ": labels were given, but add_lm_head is false. Leave them undefined, or use "
                  "add_lm_head(true)");
-  const bool sliced = slices(kName, options.optimize(), embedded.size(1));
+  const bool sliced = slices(kHeadName, options.optimize(), embedded.size(1));
   const auto type = word_embedding->weight.scalar_type();
   at::Tensor x = transformer->run(to_slice(embedded, sliced), cross, additive(mask, type),
                                   additive(cross_mask, type), sliced);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/update/precision.h"
+#include "runtime/precision.h"
 
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
@@ -9,7 +9,6 @@
 
 #include "graph/deferred.h"
 #include "graph/recording.h"
-#include "runtime/update/master_weights.h"
 
 namespace smp::runtime {
 
@@ -17,11 +16,6 @@ std::optional<at::ScalarType> half_type(const Config& config) {
   if (config.fp16()) return at::kHalf;
   if (config.bf16()) return at::kBFloat16;
   return std::nullopt;
-}
-
-at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter) {
-  const bool summed = half_type(config) && MasterWeights::concerns(parameter);
-  return summed ? at::kFloat : c10::toRealValueType(parameter.scalar_type());
 }
 
 void convert_module(const torch::nn::Module& module, at::ScalarType type) {

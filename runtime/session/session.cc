@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/session.h"
+#include "runtime/session/session.h"
 
 #include <exception>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -12,7 +12,12 @@
 #include "core/status.h"
 #include "core/stop_request.h"
 #include "core/tensor_memory.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/job_notes.h"
+#include "runtime/save/kept_copy.h"
+#include "runtime/step/replica_join.h"
+#include "runtime/update/optimizer_states.h"
+#include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
 namespace {
@@ -81,6 +86,17 @@ void prepare_process(const Config& config) {
   }
 }
 
+std::shared_ptr<Runtime> start_runtime(const Config& config, comm::CommunicatorPtr world,
+                                       const std::vector<std::string>& hosts) {
+  const auto runtime = std::make_shared<Runtime>(config, std::move(world), hosts);
+  runtime->copy_holders = find_copy_holders(runtime->config(), *runtime->world());
+  note_what_was_before(*runtime);
+  runtime->update_watch = std::make_shared<UpdateWatch>(*runtime);
+  runtime->optimizer_states = std::make_shared<OptimizerStates>();
+  runtime->replica_join = std::make_shared<ReplicaJoin>(*runtime);
+  return runtime;
+}
+
 void choose_memory(const Config& config) {
   if (!config.keep_freed_memory()) return;
   core::keep_freed_memory();
@@ -104,7 +120,7 @@ Session::Session(const std::function<Config()>& config,
 
 void Session::begin(const Config& config) {
   core::note_arrival();
-  runtime_ = std::make_shared<Runtime>(config, world_->world(), world_->hosts());
+  runtime_ = start_runtime(config, world_->world(), world_->hosts());
   error_context_ = core::error_context();
   const SessionScope here(*this);
   choose_memory(runtime_->config());

@@ -89,9 +89,6 @@ class Average {
 /// The averages of models, in the order in which they were made.
 std::vector<Average*> averages_of(const Runtime& runtime, const std::vector<Model*>& models);
 
-/// The averages of all models, in the order in which they were made.
-std::vector<Average*> all_averages(const Runtime& runtime);
-
 /// Throws `UsageError` while a model's parameters have the values of an average. `call` is the
 /// user's call, for errors.
 void check_no_average_in_use(const Runtime& runtime, Model& model, const std::string& call);

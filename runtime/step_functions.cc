@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/step/step_functions.h"
+#include "runtime/step_functions.h"
 
 #include <xxhash.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/step/step_value.h"
+#include "runtime/step_value.h"
 
 #include <ATen/ops/full.h>
 

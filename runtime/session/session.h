@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/session_world.h"
 #include "core/deterministic.h"
@@ -23,6 +24,11 @@ std::chrono::milliseconds timeout_of(const Config& config);
 /// Does the work that has to precede the threads of a world. Internal.
 void prepare_process(const Config& config);
 
+/// The runtime of a rank, with the parts that each rank has. Collective over `world`; throws as
+/// `Job`. Internal.
+std::shared_ptr<Runtime> start_runtime(const Config& config, comm::CommunicatorPtr world,
+                                       const std::vector<std::string>& hosts);
+
 /// Sets how this process keeps memory that is freed. Internal.
 void choose_memory(const Config& config);
 
@@ -34,7 +40,7 @@ class Session {
   /// Begins a session on the ranks of a communicator of the program's MPI, given by its Fortran
   /// handle, or, without one, on this process alone, whatever has launched it. Collective over the
   /// communicator. `config` is called first; its exception is thrown when the other ranks know that
-  /// this one cannot begin. Throws as `SessionWorld::meet` and `Runtime` do.
+  /// this one cannot begin. Throws as `SessionWorld::meet` and `Job` do.
   Session(const std::function<Config()>& config, const std::optional<int64_t>& communicator);
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;

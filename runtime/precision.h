@@ -16,10 +16,6 @@ namespace smp::runtime {
 /// The type that the configuration's `fp16` or `bf16` gives parameters; none without.
 std::optional<at::ScalarType> half_type(const Config& config);
 
-/// The real type of the norm of a parameter's `.grad`, which is of float32 for half precision that
-/// the configuration asks for.
-at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter);
-
 /// Gives the module's floating point parameters and buffers another type, in place: tensors keep
 /// their identity. Those that were made under `model_creation` stay without data.
 void convert_module(const torch::nn::Module& module, at::ScalarType type);

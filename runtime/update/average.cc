@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/save/average.h"
+#include "runtime/update/average.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_lerp.h>
@@ -17,8 +17,6 @@
 #include "dp/replica_state.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/whole.h"
-#include "runtime/save/background_save.h"
-#include "runtime/save/saving.h"
 #include "runtime/update/divided_states.h"
 #include "runtime/update/master_weights.h"
 
@@ -76,13 +74,12 @@ Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string
                    core::printable(name_),
                    "\" already. Give each a name of its own: smp::EmaOptions().name(...)");
   }
-  CheckpointContext::of(*runtime_).averages.push_back(this);
+  runtime_->averages.push_back(this);
 }
 
 Average::~Average() {
   hook_.remove();
-  if (!runtime_->checkpoint_context) return;  // after smp::shutdown
-  auto& all = runtime_->checkpoint_context->averages;
+  auto& all = runtime_->averages;
   all.erase(std::remove(all.begin(), all.end(), this), all.end());
 }
 
@@ -201,7 +198,7 @@ OptimizerState Average::local_state() {
   for (const auto& [name, average] : averages_) {
     state.params[name] = param_of(average.sizes().vec(), average);
   }
-  join_states(*runtime_, CommGroup::kRdp, state);
+  join_states(*runtime_, runtime_->topology().pieces(), state);
   return state;
 }
 
@@ -256,13 +253,8 @@ void Average::take_of(const comm::CommunicatorPtr& replicas, int root) {
   updates_ = outline.at("updates").get<int64_t>();
 }
 
-std::vector<Average*> all_averages(const Runtime& runtime) {
-  if (!runtime.checkpoint_context) return {};
-  return runtime.checkpoint_context->averages;
-}
-
 std::vector<Average*> averages_of(const Runtime& runtime, const std::vector<Model*>& models) {
-  std::vector<Average*> result = all_averages(runtime);
+  std::vector<Average*> result = runtime.averages;
   const auto is_other = [&](const Average* average) {
     return std::find(models.begin(), models.end(), &average->model()) == models.end();
   };
@@ -275,7 +267,7 @@ void check_no_average_in_use(const Runtime& runtime, Model& model, const std::st
 }
 
 void check_no_average_in_use(const Runtime& runtime, const std::string& call) {
-  check_not_in_use(all_averages(runtime), call);
+  check_not_in_use(runtime.averages, call);
 }
 
 }  // namespace smp::runtime
