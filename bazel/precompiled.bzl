@@ -14,6 +14,7 @@ examples `example_cc_library` and `example_cc_binary`, and one of tests the rule
 
 load("@bazel_tools//tools/build_defs/cc:action_names.bzl", "ACTION_NAMES")
 load("@bazel_tools//tools/cpp:toolchain_utils.bzl", "find_cpp_toolchain")
+load(":unity.bzl", "in_units")
 
 def _precompiled_header_impl(ctx):
     toolchain = find_cpp_toolchain(ctx)
@@ -85,14 +86,28 @@ precompiled_header = rule(
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
-def with_precompiled(rule, header, deps = [], copts = [], **kwargs):
-    """Calls `rule` for sources that are compiled after `header`, a label of a precompiled_header."""
+def with_precompiled(rule, header, name, srcs = [], alone = [], deps = [], copts = [], **kwargs):
+    """Calls `rule` for sources that are compiled after `header`, a label of a precompiled_header.
+
+    Args:
+      rule: one of Bazel's for C++.
+      header: the label.
+      name: of the target.
+      srcs: sources, compiled in units (unity.bzl).
+      alone: those of them that are not.
+      deps: as of `rule`.
+      copts: as of `rule`.
+      **kwargs: as of `rule`.
+    """
+    units, sources = in_units(name, srcs, alone, kwargs.get("testonly", rule == native.cc_test))
     rule(
+        name = name,
+        srcs = units,
         copts = copts + select({
             "//bazel:clang": ["-include-pch", "$(BINDIR)/" + header[2:].replace(":", "/")],
             "//conditions:default": [],
         }),
-        deps = deps + select({
+        deps = deps + sources + select({
             "//bazel:clang": [header],
             "//conditions:default": [],
         }),

@@ -63,13 +63,13 @@ State state_of(smp_session* session) {
 }
 
 /// Results of a session.
-struct Seen {
+struct SessionSeen {
   std::vector<double> losses;
   State state;
 };
 
-Seen train_alone(const Kind& kind, const std::vector<Batch>& data) {
-  Seen run;
+SessionSeen train_alone(const Kind& kind, const std::vector<Batch>& data) {
+  SessionSeen run;
   smp_session* const session = begin(kind);
   for (const Batch& batch : data) run.losses.push_back(train(session, batch));
   run.state = state_of(session);
@@ -77,7 +77,7 @@ Seen train_alone(const Kind& kind, const std::vector<Batch>& data) {
   return run;
 }
 
-void expect_equal(const Seen& got, const Seen& wanted) {
+void expect_equal_bytes(const SessionSeen& got, const SessionSeen& wanted) {
   EXPECT_EQ(got.losses, wanted.losses);
   ASSERT_EQ(got.state.size(), wanted.state.size());
   for (const auto& [name, tensor] : wanted.state) {
@@ -96,8 +96,9 @@ class Sessions : public ::testing::Test {
 };
 
 TEST_F(Sessions, TakeTurns) {
-  const Seen first_alone = train_alone(kFirst, data_), second_alone = train_alone(kSecond, data_);
-  Seen first, second;
+  const SessionSeen first_alone = train_alone(kFirst, data_),
+                    second_alone = train_alone(kSecond, data_);
+  SessionSeen first, second;
   smp_session* const one = begin(kFirst);
   smp_session* const other = begin(kSecond);
   for (const Batch& batch : data_) {
@@ -109,21 +110,22 @@ TEST_F(Sessions, TakeTurns) {
   expect_ok(smp_close(one));
   EXPECT_GT(train(other, data_.front()), 0);  // the one that began later goes on
   expect_ok(smp_close(other));
-  expect_equal(first, first_alone);
-  expect_equal(second, second_alone);
+  expect_equal_bytes(first, first_alone);
+  expect_equal_bytes(second, second_alone);
 }
 
 TEST_F(Sessions, OnThreadsOfTheirOwn) {
-  const Seen first_alone = train_alone(kFirst, data_), second_alone = train_alone(kSecond, data_);
+  const SessionSeen first_alone = train_alone(kFirst, data_),
+                    second_alone = train_alone(kSecond, data_);
   auto second = std::async(std::launch::async, [&] { return train_alone(kSecond, data_); });
-  expect_equal(train_alone(kFirst, data_), first_alone);
-  expect_equal(second.get(), second_alone);
+  expect_equal_bytes(train_alone(kFirst, data_), first_alone);
+  expect_equal_bytes(second.get(), second_alone);
 }
 
 /// The thread that calls may be another than the one that has begun it.
 TEST_F(Sessions, MoveBetweenThreads) {
-  const Seen alone = train_alone(kFirst, data_);
-  Seen run;
+  const SessionSeen alone = train_alone(kFirst, data_);
+  SessionSeen run;
   smp_session* const session = begin(kFirst);
   for (const Batch& batch : data_) {
     run.losses.push_back(
@@ -131,12 +133,12 @@ TEST_F(Sessions, MoveBetweenThreads) {
   }
   run.state = state_of(session);
   expect_ok(smp_close(session));
-  expect_equal(run, alone);
+  expect_equal_bytes(run, alone);
 }
 
 TEST_F(Sessions, AnErrorEndsItsOwn) {
-  const Seen alone = train_alone(kFirst, data_);
-  Seen run;
+  const SessionSeen alone = train_alone(kFirst, data_);
+  SessionSeen run;
   smp_session* const good = begin(kFirst);
   smp_session* const bad = begin(kSecond);
   for (size_t i = 0; i < data_.size(); ++i) {
@@ -151,7 +153,7 @@ TEST_F(Sessions, AnErrorEndsItsOwn) {
   }
   run.state = state_of(good);
   expect_ok(smp_close(good));
-  expect_equal(run, alone);
+  expect_equal_bytes(run, alone);
 }
 
 /// Deterministic kernels are those of the session's calls alone.
@@ -238,33 +240,33 @@ TEST_F(Sessions, DeterministicForGood) {
 
 /// A program in C++ has a runtime of its own.
 TEST_F(Sessions, BesideAnInitialisedProgram) {
-  const Seen alone = train_alone(kFirst, data_);
+  const SessionSeen alone = train_alone(kFirst, data_);
   init(Config().microbatches(4));
   smp_session* const session = begin(kFirst);
-  Seen seen;
+  SessionSeen seen;
   for (const Batch& batch : data_) seen.losses.push_back(train(session, batch));
   seen.state = state_of(session);
   expect_ok(smp_close(session));
-  expect_equal(seen, alone);
+  expect_equal_bytes(seen, alone);
   EXPECT_TRUE(is_initialized());
   shutdown();
 }
 
 /// A rank that is a thread has a runtime of its own, which is there again after calls.
 TEST_F(Sessions, InARankThatIsAThread) {
-  const Seen alone = train_alone(kFirst, data_);
+  const SessionSeen alone = train_alone(kFirst, data_);
   run_as_threads(2, Config().ddp(true), [&] {
     const int here = rank();
     const std::string context = core::error_context();
     core::Status* const status = core::this_status();
     smp_session* const session = begin(kFirst);
     EXPECT_EQ(size(), 2);
-    Seen seen;
+    SessionSeen seen;
     for (const Batch& batch : data_) seen.losses.push_back(train(session, batch));
     seen.state = state_of(session);
     EXPECT_EQ(core::this_status(), status);
     expect_ok(smp_close(session));
-    expect_equal(seen, alone);
+    expect_equal_bytes(seen, alone);
     EXPECT_EQ(size(), 2);
     EXPECT_EQ(rank(), here);
     EXPECT_EQ(core::error_context(), context);

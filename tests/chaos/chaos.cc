@@ -19,6 +19,7 @@
 #include "comm/message_channel.h"
 #include "comm/threads/run_ranks.h"
 #include "runtime/runtime.h"
+#include "runtime/session/session.h"
 #include "tests/action_hook.h"
 
 namespace smp::testing {
@@ -104,6 +105,7 @@ class DelayedSender final : public comm::Sender {
     events_->pass();
     return sender_->prepare();
   }
+  at::Tensor device_part() override { return sender_->device_part(); }
   void send() override {
     events_->pass();
     sender_->send();
@@ -129,6 +131,7 @@ class DelayedReceiver final : public comm::Receiver {
     events_->pass();
     return receiver_->receive();
   }
+  at::Tensor device_part() override { return receiver_->device_part(); }
 
  private:
   const std::unique_ptr<comm::Receiver> receiver_;
@@ -247,7 +250,7 @@ void run_in_chaos(int ranks, const Config& config, const Chaos& chaos,
     const auto events = std::make_shared<Events>(chaos, world, did_happen);
     const std::vector<std::string> hosts(static_cast<size_t>(ranks), "threads");
     ActionHook hook([events](const pipeline::Action&) { events->pass(); });
-    const auto runtime = std::make_shared<runtime::Runtime>(
+    const auto runtime = runtime::start_runtime(
         config, std::make_shared<DelayedCommunicator>(world, events, chaos.channels), hosts);
     runtime->execution.messages_ahead = 1;
     runtime->execution.observers.push_back(&hook);

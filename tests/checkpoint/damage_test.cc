@@ -25,7 +25,7 @@ constexpr const char* kOptimizer1 = "optimizer-00001-of-00002.safetensors";
 constexpr const char* kOptimizer2 = "optimizer-00002-of-00002.safetensors";
 
 /// A net of two weights on two ranks, whose files are of equal size.
-void save(const std::string& path, double value) {
+void save_net(const std::string& path, double value) {
   const Writer writer(path);
   writer.begin();
   std::vector<std::string> parts;
@@ -39,19 +39,19 @@ void save(const std::string& path, double value) {
   writer.commit(parts, {});
 }
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
+struct DamagedNetImpl : torch::nn::Module {
+  DamagedNetImpl() {
     const auto options = torch::nn::LinearOptions(3, 2).bias(false);
     one = register_module("one", torch::nn::Linear(options));
     two = register_module("two", torch::nn::Linear(options));
   }
   torch::nn::Linear one{nullptr}, two{nullptr};
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(DamagedNet);
 
 class DamageTest : public FolderTest {
  protected:
-  void SetUp() override { save(path("c"), 1); }
+  void SetUp() override { save_net(path("c"), 1); }
 
   std::string file(const std::string& name) const { return path("c/" + name); }
 
@@ -80,7 +80,7 @@ class DamageTest : public FolderTest {
 
   /// The error of loading into a module, which stays as it was.
   std::string load_error() {
-    Net net;
+    DamagedNet net;
     std::vector<at::Tensor> before;
     for (const auto& item : state_dict(*net)) before.push_back(item.value().clone());
     const std::string text = checkpoint_error([&] { load_into_module(*net, path("c")); });
@@ -159,14 +159,14 @@ TEST_F(DamageTest, ExchangedFilesAreFound) {
 }
 
 TEST_F(DamageTest, FilesOfAnotherCheckpointAreFound) {
-  save(path("d"), 5);
+  save_net(path("d"), 5);
   fs::copy_file(path("d/") + kOptimizer1, file(kOptimizer1), fs::copy_options::overwrite_existing);
   EXPECT_THAT(damage(), HasSubstr(std::string("\n  ") + kOptimizer1 +
                                   ": tensor \"one.weight/exp_avg\": expected xxh64 "));
 }
 
 TEST_F(DamageTest, IndexOfAnotherCheckpointIsFound) {
-  save(path("d"), 5);
+  save_net(path("d"), 5);
   fs::copy_file(path("d/index.json"), file("index.json"), fs::copy_options::overwrite_existing);
   EXPECT_THAT(load_error(), AllOf(HasSubstr(kModel1), HasSubstr(kModel2)));
 }

@@ -396,7 +396,7 @@ TEST_F(FolderFormatTest, MergeRefusesWhatRanksDisagreeAbout) {
               AllOf(HasSubstr("param group 0 differs between ranks: {\"options\":{\"lr\":0.1}"),
                     HasSubstr("Set the same options on every rank.")));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["state"] = 1; }),
-              HasSubstr("is malformed at \"/optimizer/state\": expected an object, got 1."));
+              HasSubstr("is malformed at \"optimizer.state\": expected an object, got 1."));
   EXPECT_THAT(error_with([](Shard& s) { s.optimizer["loss_scale"] = 1; }),
               HasSubstr("cannot merge the parts of a checkpoint: optimizer \"loss_scale\" differs "
                         "between ranks: 1024 and 1. Give the same on every rank."));

@@ -20,8 +20,8 @@ using ::testing::IsEmpty;
 using ::testing::Pair;
 
 /// A head that is tied to the embedding, and a layer whose weight another library transposes.
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
+struct TiedNetImpl : torch::nn::Module {
+  TiedNetImpl() {
     tokens = register_parameter("tokens", torch::randn({5, 3}));
     head = register_parameter("head", tokens);
     up = register_module("up", torch::nn::Linear(3, 4));
@@ -29,7 +29,7 @@ struct NetImpl : torch::nn::Module {
   torch::Tensor tokens, head;
   torch::nn::Linear up{nullptr};
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(TiedNet);
 
 class PretrainedTest : public FolderTest {
  protected:
@@ -67,7 +67,7 @@ class PretrainedTest : public FolderTest {
   }
 
   std::string error_of(const PretrainedOptions& options) {
-    Net net;
+    TiedNet net;
     std::vector<at::Tensor> before;
     for (const auto& item : state_dict(*net)) before.push_back(item.value().clone());
     const std::string text = checkpoint_error([&] { load_pretrained(*net, path(""), options); });
@@ -81,7 +81,7 @@ class PretrainedTest : public FolderTest {
 
 TEST_F(PretrainedTest, LoadsShardedFilesByAMap) {
   write_sharded();
-  Net net;
+  TiedNet net;
   const auto report = load_pretrained(*net, path(""), PretrainedOptions().names(names()));
   EXPECT_TRUE(torch::equal(net->tokens, wte_));
   EXPECT_TRUE(net->head.is_same(net->tokens));
@@ -100,7 +100,7 @@ TEST_F(PretrainedTest, LoadsOneFileWhereverItIs) {
                                                 {"up.weight", weight_.t()},
                                                 {"up.bias", bias_.to(torch::kDouble)}});
   for (const auto& from : {path(""), path("model.safetensors")}) {
-    Net net;
+    TiedNet net;
     load_pretrained(*net, from);
     EXPECT_TRUE(torch::equal(net->tokens, wte_.to(torch::kHalf).to(torch::kFloat)));
     EXPECT_TRUE(torch::equal(net->up->bias, bias_));
@@ -134,7 +134,7 @@ TEST_F(PretrainedTest, ListsEverythingThatDoesNotFit) {
 
 TEST_F(PretrainedTest, WithoutStrictReportsTheRest) {
   write_sharded();
-  Net net;
+  TiedNet net;
   const auto report = load_pretrained(
       *net, path(""),
       PretrainedOptions().strict(false).names(NameMap().rename("transformer.wte.weight", "head")));
@@ -152,7 +152,7 @@ TEST_F(PretrainedTest, TiedTensorsMayBeStoredTwiceButNotDiffer) {
         {{"tokens", wte_}, {"head", head}, {"up.weight", weight_.t()}, {"up.bias", bias_}});
   };
   write(wte_);
-  Net net;
+  TiedNet net;
   load_pretrained(*net, path(""));
   EXPECT_TRUE(torch::equal(net->tokens, wte_));
   write(wte_ + 1);
@@ -300,7 +300,7 @@ TEST_F(FusedTest, SaysWhatCannotBeStored) {
 }
 
 TEST_F(PretrainedTest, StoresATiedTensorOnce) {
-  Net net;
+  TiedNet net;
   save_pretrained(*net, path("out"), names());
   const SafetensorsReader written(path("out/model.safetensors"));
   std::vector<std::string> stored;

@@ -25,7 +25,8 @@ std::string file_bytes(const std::string& header, const std::string& data) {
 
 /// Not all types have `equal`.
 at::Tensor bytes_of(const at::Tensor& tensor) {
-  return tensor.detach().contiguous().reshape({-1}).view(at::kByte);
+  const at::Tensor plain = tensor.detach().resolve_conj().resolve_neg();
+  return plain.contiguous().reshape({-1}).view(at::kByte);
 }
 
 class SafetensorsTest : public FolderTest {
@@ -75,6 +76,9 @@ TEST_F(SafetensorsTest, RoundTripsEveryDtypeAndLayout) {
   tensors.emplace_back("slice", at::arange(10).slice(0, 3, 9, 2));
   tensors.emplace_back("quote\"\n", at::ones({1}));
   tensors.emplace_back("leaf", at::ones({2}).requires_grad_());
+  const at::Tensor numbers = at::complex(at::arange(3.0), at::ones({3}));
+  tensors.emplace_back("conjugate", numbers.conj());  // lies in memory as another number
+  tensors.emplace_back("negative", at::imag(numbers.conj()));
   write_safetensors(path("f"), tensors);
 
   const SafetensorsReader reader(path("f"));

@@ -55,14 +55,12 @@ check() {
 }
 
 source "$source/tests/cmake/printed.sh"
+source "$source/tests/cmake/sources_of.sh"
 
 # build SOURCE FOLDER OPTION...: configures and builds.
 build() {
   cmake -S "$1" -B "$2" "${@:3}" && cmake --build "$2"
 }
-
-# sources_of OBJECT...: the folder at the top and the name of the source of each.
-sources_of() { sed -E 's|.*smp_objects\.dir/||; s|/.*/|/|; s/(\.pic|\.cc)\.o$//' | sort; }
 
 # link_objects FOLDER: links Bazel's objects by the command with which CMake would link its own in the
 # build in FOLDER. Both must build the same sources.
@@ -71,7 +69,7 @@ link_objects() {
   ours=$(cd "$TEST_SRCDIR/$TEST_WORKSPACE" && find . -name '*.pic.o' | sed 's|^\./||') || return 1
   link=$(ninja -C "$1" -t commands smp | grep -e ' -shared ') || return 1
   theirs=$(grep -oE '[^ ]*smp_objects\.dir/[^ ]*\.cc\.o' <<<"$link")
-  diff <(sources_of <<<"$ours") <(sources_of <<<"$theirs") ||
+  diff <(sources_of "$TEST_SRCDIR/$TEST_WORKSPACE" <<<"$ours") <(sources_of . <<<"$theirs") ||
     { echo "(<: compiled by Bazel only, >: by CMake only)" && return 1; }
   link=$(sed -E 's|[^ ]*smp_objects\.dir/[^ ]*\.o||g' <<<"$link")
   sed "s|^|$TEST_SRCDIR/$TEST_WORKSPACE/|" <<<"$ours" >"$work/objects"

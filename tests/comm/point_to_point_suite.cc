@@ -24,7 +24,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, PointToPoint, ::testing::ValuesIn(group_sizes())
 
 // Two ranks at the least; a group of one only sends to itself.
 class Pair : public ::testing::TestWithParam<int> {};
-std::vector<int> sizes_from_two() {
+std::vector<int> channel_sizes_from_two() {
   std::vector<int> sizes;
   for (const int size : group_sizes()) {
     if (size > 1) {
@@ -33,7 +33,7 @@ std::vector<int> sizes_from_two() {
   }
   return sizes;
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, Pair, ::testing::ValuesIn(sizes_from_two()),
+INSTANTIATE_TEST_SUITE_P(Ranks, Pair, ::testing::ValuesIn(channel_sizes_from_two()),
                          ::testing::PrintToStringParamName());
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Pair);  // a world of one rank has none
 

@@ -16,25 +16,13 @@
 namespace smp::comm {
 namespace {
 
+using core::Axis;
 using Sizes = std::vector<int64_t>;
 
-/// The ranks of a mesh of 2 x 3 x 2.
-const Axis kOuter{6, 2}, kMiddle{2, 3}, kInner{1, 2};
-constexpr int kRanks = 12;
-
-TEST(Axis, HasTheRanksThatDifferInOneDigit) {
-  for (const Axis& axis : {kOuter, kMiddle, kInner, Axis{4, 3}}) {
-    for (int rank = 0; rank < kRanks; ++rank) {
-      EXPECT_EQ(axis.member(rank, axis.index_of(rank)), rank);
-      for (int i = 0; i < axis.size; ++i) {
-        const int member = axis.member(rank, i);
-        EXPECT_EQ(axis.index_of(member), i);
-        EXPECT_EQ(member % axis.stride, rank % axis.stride);
-        EXPECT_EQ(member / (axis.stride * axis.size), rank / (axis.stride * axis.size));
-      }
-    }
-  }
-}
+/// The ranks of a mesh of 4 x 3 x 2, of which two halve the first.
+const Axis kOuter{6, 4}, kMiddle{2, 3}, kInner{1, 2};
+const Axis kNear = kOuter.split(2).first, kFar = kOuter.split(2).second;
+constexpr int kRanks = 24;
 
 using Cases = std::vector<std::pair<std::vector<Axis>, bool>>;
 
@@ -42,7 +30,8 @@ using Cases = std::vector<std::pair<std::vector<Axis>, bool>>;
 const Cases& cases() {
   static const Cases all{{{kInner}, false},          {{kMiddle}, true},
                          {{kMiddle, kInner}, false}, {{kInner, kOuter}, true},
-                         {{kOuter, kMiddle}, true},  {{kOuter, kMiddle, kInner}, true}};
+                         {{kOuter, kMiddle}, true},  {{kOuter, kMiddle, kInner}, true},
+                         {{kInner, kNear}, true},    {{kFar, kMiddle, kNear}, true}};
   return all;
 }
 
@@ -174,7 +163,12 @@ TEST(Sharding, CutsGoOnWhereOthersEnded) {
         at::equal(sharding.cut(first.cut(whole, rank), rank, 1), sharding.cut(whole, rank)));
     EXPECT_EQ(sharding.sizes_of(rank, 1), first.sizes_of(rank));
     EXPECT_EQ(sharding.sizes_of(rank, 0), sharding.sizes);
+    EXPECT_TRUE(at::equal(sharding.along(kInner)->cut(first.cut(whole, rank), rank),
+                          sharding.cut(whole, rank)));
+    EXPECT_TRUE(at::equal(sharding.along(kMiddle)->cut(whole, rank), first.cut(whole, rank)));
   }
+  EXPECT_FALSE(sharding.along(kOuter));
+  EXPECT_FALSE(sharding.along({kInner.stride, kInner.size + 1}));
 }
 
 TEST(Sharding, RangesShareMemoryThatLiesInTheirOrder) {

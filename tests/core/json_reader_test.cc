@@ -10,6 +10,7 @@
 #include <fstream>
 #include <thread>
 
+#include "core/check.h"
 #include "core/json.h"
 #include "tests/error_of.h"
 #include "tests/temp_folder.h"
@@ -62,6 +63,63 @@ TEST_F(JsonReaderTest, ErrorsNameThePathAndWhatWasExpected) {
             "[smp] f.json: \"a[1].c\": expected true or false, got \"x\".");
   EXPECT_EQ(error_of<ConfigError>([&] { a.at(1).fail("no such thing", "Name another"); }),
             "[smp] f.json: \"a[1]\": no such thing. Name another");
+}
+
+TEST_F(JsonReaderTest, GoesOverMembersAndElements) {
+  std::string seen;
+  for (const auto& [name, value] : root_.members()) seen += name + " ";
+  for (const JsonReader& element : root_.at("a").elements()) {
+    for (const auto& [name, value] : element.members()) seen += name + value.value().dump() + " ";
+  }
+  EXPECT_EQ(seen, "a big b1 b2.5 c\"x\" dtrue ");
+  EXPECT_EQ(root_.at("big").count(), ~uint64_t{0});
+  EXPECT_TRUE(root_.has("a"));
+  EXPECT_FALSE(root_.has("z"));
+  EXPECT_FALSE(root_.at("big").has("a"));
+  EXPECT_EQ(error_of<ConfigError>([&] { root_.elements(); }),
+            "[smp] f.json: expected an array, got an object.");
+  EXPECT_EQ(error_of<ConfigError>([&] { root_.at("a").members(); }),
+            "[smp] f.json: \"a\": expected an object, got an array of 2.");
+  EXPECT_EQ(error_of<ConfigError>([&] { root_.at("a").at(1).at("b").count(); }),
+            "[smp] f.json: \"a[1].b\": expected a non-negative integer, got 2.5.");
+}
+
+/// A document may have errors of its own kind and words.
+TEST_F(JsonReaderTest, DocumentsSayWhichErrorTheyHave) {
+  const JsonReader root(document_, "f.json",
+                        [](const auto& source, const auto& place, const auto& problem) {
+                          core::fail<CheckpointError>(source, " at ", place, ": ", problem);
+                        });
+  EXPECT_EQ(error_of<CheckpointError>([&] { root.at("z"); }),
+            "[smp] f.json at its beginning: expected an object with \"z\", got an object");
+  EXPECT_EQ(error_of<CheckpointError>([&] { root.at("a").elements()[1].at("c").integer(); }),
+            "[smp] f.json at \"a[1].c\": expected an integer, got \"x\"");
+}
+
+/// A path with the whole name would be copied for each value below it.
+TEST(JsonReaderText, LongAndStrangeNamesAreCutInPaths) {
+  const std::string name = "\x1b\n" + std::string((size_t{1} << 20) - 2, 'n');
+  const nlohmann::json document = {{name, {1, {{name, true}}}}};
+  const JsonReader root(document, "f.json");
+  const auto shown_with = [](size_t bytes) {
+    return "\\x1b\\n" + std::string(120 - 6, 'n') + "... (" + std::to_string(bytes) + " bytes)";
+  };
+  const std::string shown = shown_with(name.size());
+  EXPECT_EQ(error_of<ConfigError>([&] { root.at(name).at(1).at(name).text(); }),
+            "[smp] f.json: \"" + shown + "[1]." + shown + "\": expected a string, got true.");
+  EXPECT_EQ(error_of<ConfigError>([&] { root.at(name + "n"); }),
+            "[smp] f.json: expected an object with \"" + shown_with(name.size() + 1) +
+                "\", got an object.");
+}
+
+/// The time is that of the length: a parser that is watched while it builds a tree would take
+/// minutes here.
+TEST(ParseJson, TakesManyObjectsInOneArray) {
+  constexpr size_t kObjects = 300000;
+  std::string text = "[{}";
+  for (size_t i = 1; i < kObjects; ++i) text += ",{}";
+  text += "]";
+  EXPECT_EQ(core::parse_json(text, "f.json").size(), kObjects);
 }
 
 TEST(ReadFile, TakesRegularFilesOfASaneSize) {

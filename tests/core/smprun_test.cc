@@ -256,18 +256,23 @@ TEST_F(SmprunOfScripts, AJobThatStopsByItself) {
   const std::string stops = R"sh(
     trap '' TERM
     until [ -e "$SMP_FAILURE_DIR/stop" ]; do sleep 0.02; done
-    [ $rank = 1 ] || : >"$SMP_FAILURE_DIR/stopping"
+    if [ $rank = 1 ]; then
+      until [ -e "$SMP_FAILURE_DIR/written" ]; do sleep 0.02; done
+      exit 75
+    fi
+    : >"$SMP_FAILURE_DIR/stopping"
     echo 7 >"$SMP_FAILURE_DIR/steps"
   )sh";
+  const std::string ends = ": >\"$SMP_FAILURE_DIR/written\"; exit 75";
   const std::string to_all = "sleep 0.3; kill -TERM $launcher $mpirun $(cat \"$folder\"/pid.?)";
-  const std::string saved = "echo '[\"run/a\", 7]' >\"$SMP_FAILURE_DIR/checkpoints\"; exit 75";
-  const Outcome outcome = run_job("--restarts 3", stops + saved, to_all);
+  const std::string saved = "echo '[\"run/a\", 7]' >\"$SMP_FAILURE_DIR/checkpoints\";";
+  const Outcome outcome = run_job("--restarts 3", stops + saved + ends, to_all);
   EXPECT_EQ(outcome.status, 75) << outcome.output;
   EXPECT_EQ(outcome.output.rfind("smprun: asks the job to stop, within 50 s\n", 0), 0u)
       << outcome.output;
   EXPECT_EQ(last_line(outcome.output), "smprun: preempted: checkpoint run/a of step 7");
   expect_nothing_left();
-  const Outcome without = run_job("", stops, "kill -TERM $launcher");
+  const Outcome without = run_job("", stops + ends, "kill -TERM $launcher");
   EXPECT_EQ(without.status, 75) << without.output;
   EXPECT_EQ(last_line(without.output), "smprun: preempted after step 7: no checkpoint was saved");
 }

@@ -21,6 +21,15 @@ std::string digits(const core::Topology& topology, CommGroup group) {
   return text;
 }
 
+/// All groups of a kind, ordered by their first member.
+Groups groups(const core::Topology& topology, CommGroup group) {
+  Groups all;
+  for (int rank = 0; rank < topology.size(); ++rank) {
+    if (topology.rank_in(group, rank) == 0) all.push_back(topology.members(group, rank));
+  }
+  return all;
+}
+
 // The table of both editions of the guide for 8 ranks with pp = tp = rdp = 2.
 TEST(Topology, PlacementTable) {
   struct Row {
@@ -52,18 +61,18 @@ TEST(Topology, PlacementTable) {
 TEST(Topology, WithoutTensorParallelism) {
   const Config two = Config().partitions(2).ddp(true);
   const core::Topology spread(Config(two).placement_strategy("spread"), 8, 8);
-  EXPECT_EQ(spread.groups(CommGroup::kMp), (Groups{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
-  EXPECT_EQ(spread.groups(CommGroup::kDp), (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
+  EXPECT_EQ(groups(spread, CommGroup::kMp), (Groups{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
+  EXPECT_EQ(groups(spread, CommGroup::kDp), (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
   const core::Topology cluster(two, 8, 8);
-  EXPECT_EQ(cluster.groups(CommGroup::kMp), (Groups{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
-  EXPECT_EQ(cluster.groups(CommGroup::kDp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
-  EXPECT_EQ(cluster.groups(CommGroup::kRdp), cluster.groups(CommGroup::kDp));
-  EXPECT_EQ(cluster.groups(CommGroup::kPp), cluster.groups(CommGroup::kMp));
+  EXPECT_EQ(groups(cluster, CommGroup::kMp), (Groups{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
+  EXPECT_EQ(groups(cluster, CommGroup::kDp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
+  EXPECT_EQ(groups(cluster, CommGroup::kRdp), groups(cluster, CommGroup::kDp));
+  EXPECT_EQ(groups(cluster, CommGroup::kPp), groups(cluster, CommGroup::kMp));
 
   const Config four = Config().partitions(4).ddp(true);
   const core::Topology spread4(Config(four).placement_strategy("spread"), 8, 8);
-  EXPECT_EQ(spread4.groups(CommGroup::kMp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
-  EXPECT_EQ(core::Topology(four, 8, 8).groups(CommGroup::kMp),
+  EXPECT_EQ(groups(spread4, CommGroup::kMp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
+  EXPECT_EQ(groups(core::Topology(four, 8, 8), CommGroup::kMp),
             (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
 }
 
@@ -76,12 +85,12 @@ TEST(Topology, GroupsDivideTheWorld) {
     EXPECT_EQ(topology.pp_size(), 3);
     EXPECT_EQ(topology.tp_size(), 2);
     EXPECT_EQ(topology.rdp_size(), 4);
-    EXPECT_EQ(topology.mp_size(), 6);
-    EXPECT_EQ(topology.dp_size(), 8);
+    EXPECT_EQ(topology.size(CommGroup::kMp), 6);
+    EXPECT_EQ(topology.size(CommGroup::kDp), 8);
     for (CommGroup group : {CommGroup::kWorld, CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp,
                             CommGroup::kMp, CommGroup::kDp}) {
       std::vector<int> all;
-      for (const auto& ranks : topology.groups(group)) {
+      for (const auto& ranks : groups(topology, group)) {
         EXPECT_EQ(static_cast<int>(ranks.size()), topology.size(group));
         EXPECT_TRUE(std::is_sorted(ranks.begin(), ranks.end()));
         for (size_t i = 0; i < ranks.size(); ++i) {
@@ -94,6 +103,36 @@ TEST(Topology, GroupsDivideTheWorld) {
       EXPECT_EQ(all, topology.members(CommGroup::kWorld, 0)) << to_string(group);
     }
   }
+}
+
+// The digits of the placement, taken from a number in mixed radix by hand.
+TEST(Topology, AxesAreTheDigitsOfThePlacement) {
+  const Config config =
+      Config().partitions(2).tensor_parallel_degree(3).ddp(true).sharded_data_parallel_degree(2);
+  for (const std::string strategy : {"DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}) {
+    const core::Topology topology(Config(config).placement_strategy(strategy), 24, 8);
+    for (int rank = 0; rank < 24; ++rank) {
+      int rest = rank;
+      for (int i = 2; i >= 0; --i) {
+        const CommGroup group = strategy[i] == 'P'   ? CommGroup::kPp
+                                : strategy[i] == 'T' ? CommGroup::kTp
+                                                     : CommGroup::kRdp;
+        const core::Axis axis = topology.axis(group);
+        EXPECT_EQ(axis.size, topology.size(group));
+        EXPECT_EQ(axis.index_of(rank), rest % axis.size) << strategy << rank;
+        EXPECT_EQ(topology.rank_in(group, rank), rest % axis.size);
+        EXPECT_EQ(topology.axes({strategy[i]}).members(rank), topology.members(group, rank));
+        rest /= axis.size;
+      }
+      EXPECT_EQ(topology.pieces().index_of(rank), topology.rdp_rank(rank) % 2);
+      for (const int other : topology.axes("PD").members(rank)) {
+        EXPECT_EQ(topology.tp_rank(other), topology.tp_rank(rank));
+      }
+      EXPECT_EQ(topology.axes("PD").size(), 8);
+    }
+  }
+  const core::Topology alike(Config().tensor_parallel_degree(2).ddp(true), 8, 8);
+  EXPECT_EQ(alike.pieces(), alike.axis(CommGroup::kRdp));
 }
 
 TEST(Topology, OneRank) {

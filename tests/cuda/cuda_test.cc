@@ -3,14 +3,19 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/StringUtil.h>
 #include <gtest/gtest.h>
 
 #include "comm/device/device_communicator.h"
 #include "comm/threads/run_ranks.h"
 #include "graph/device_graph.h"
+#include "graph/device_properties.h"
 #include "graph/random.h"
+#include "partitioner/cost_model.h"
 #include "pipeline/message.h"
+#include "tests/device/finding.h"
 
 namespace smp::testing {
 namespace {
@@ -47,12 +52,13 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
   const at::Tensor x = at::rand({64, 64}, kGpu);
   draw(0, {});
   x.mm(x);  // makes cuBLAS's handle
-  at::Tensor product, first, second;
-  graph::GraphCapture capture(kGpu, {2, 5});
+  at::Tensor product, first, second, again;
+  graph::GraphCapture capture(kGpu);
   const graph::CapturedWork work = capture.capture({2, 5}, [&] {
     first = draw(5, {});
     product = x.mm(x);
     second = draw(2, {});
+    again = draw(5, {});  // a recomputation
   });
   for (const uint64_t call : {0, 1, 0}) {
     const graph::RandomKey key = {7, 1, call, 0};
@@ -61,13 +67,14 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
     EXPECT_TRUE(at::equal(product, x.mm(x)));
     EXPECT_TRUE(at::equal(first, draw(5, key)));
     EXPECT_TRUE(at::equal(second, draw(2, key)));
+    EXPECT_TRUE(at::equal(again, first));
   }
 }
 
 /// Afterwards all goes on: random operators, freed memory, another capture.
 TEST(Cuda, ACaptureThatFailsLeavesNothing) {
   const at::Tensor x = at::ones({1000}, kGpu);
-  graph::GraphCapture capture(kGpu, {0});
+  graph::GraphCapture capture(kGpu);
   EXPECT_THROW(capture.capture({0}, [&] { (x + draw(0, {})).cpu(); }), c10::Error);
   EXPECT_EQ((draw(0, {}) * 0 + x).sum().item<float>(), 1000);
   c10::getDeviceAllocator(at::kCUDA)->emptyCache();
@@ -89,9 +96,67 @@ TEST(Cuda, MessagesGoThroughHostMemoryWhileTheDeviceIsBusy) {
   }
 }
 
+/// Messages of a channel from rank 0 to rank 1, each on a stream of its own, by whichever way these
+/// ranks send: handed over between threads, through host memory, or over NCCL.
+TEST(Cuda, ChannelsBringTensorsThatTheDeviceHasYetToMake) {
+  constexpr int kMessages = 30;
+  const at::Tensor numbers = at::arange(3001.0).to(at::kFloat);
+  comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
+    const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(world->rank() % gpus()));
+    const c10::impl::VirtualGuardImpl gpu(at::kCUDA);
+    const c10::StreamGuard stream(gpu.getStreamFromGlobalPool(device));
+    const pipeline::MessageLayout layout({graph::TensorMeta::of(numbers.to(device))});
+    const comm::ChannelSpec spec = {1 - world->rank(), 0,      layout.nbytes(),      /*held=*/1,
+                                    /*ahead=*/4,       device, layout.header_bytes()};
+    const auto group = comm::make_device_communicator(world, device);
+    const bool sends = world->rank() == 0;
+    const comm::Channels ends =
+        sends ? group->open_channels({spec}, {}) : group->open_channels({}, {spec});
+    const at::Tensor ones = at::ones({2048, 2048}, device);
+    for (int i = 0; i < kMessages; ++i) {
+      if (sends) {
+        at::Tensor late = ones;
+        for (int k = 0; k < 10; ++k) late = late.mm(ones) / 2048;
+        const at::Tensor made = numbers.to(device) + i + (late[0][0] - 1);
+        comm::Sender& sender = *ends.senders[0];
+        const at::Tensor message = sender.prepare();
+        const auto packed = layout.begin_pack({made}, message, sender.device_part());
+        if (packed) packed->synchronize();
+        sender.send();
+        made.zero_();
+      } else {
+        comm::Receiver& receiver = *ends.receivers[0];
+        receiver.expect(1);
+        const at::Tensor message = receiver.receive();
+        const at::Tensor got = layout.unpack(message, receiver.device_part())[0];
+        got.mul_(2);
+        EXPECT_TRUE(at::equal(got.cpu(), (numbers + i) * 2)) << "message " << i;
+      }
+    }
+  });
+}
+
 // The part that the transports add in this order: ((rank 0 + rank 1) + rank 2) ...
 at::Tensor part_of(int rank, at::ScalarType type) {
   return ((at::arange(1001).to(at::kDouble) + 1) * (rank + 1) / 7).to(type);
+}
+
+/// From a T4 on, GPUs have 0.3 TB/s and more; the table of a run shows the figures.
+TEST(Cuda, CostsFollowFromTheDevice) {
+  const auto properties = graph::device_properties(kGpu);
+  ASSERT_TRUE(properties);
+  const auto costs = partitioner::CostModel::of_gpu(*properties);
+  ASSERT_TRUE(costs) << "a number is missing";
+  EXPECT_EQ(partitioner::CostModel::of_device(kGpu), *costs);
+  EXPECT_FALSE(graph::device_properties(at::Device(at::kCUDA, static_cast<int8_t>(gpus()))));
+  for (const double fraction :
+       {costs->compute.bytes_per_us / 3e5, 3e7 / costs->compute.bytes_per_us,
+        costs->compute.half_flops_per_us / 6e7}) {
+    EXPECT_GT(fraction, 0.5);
+  }
+  print_finding("costs: memory", c10::str(costs->compute.bytes_per_us / 1e6), "TB/s");
+  print_finding("costs: products in half precision",
+                c10::str(costs->compute.half_flops_per_us / 1e6), "TFLOP/s");
 }
 
 /// Ranks share GPUs where there are too few; with one for each they use NCCL.

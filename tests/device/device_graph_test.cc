@@ -4,10 +4,16 @@
 #include "graph/device_graph.h"
 
 #include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 #include <torch/library.h>
 
+#include <vector>
+
 #include "core/check.h"
+#include "graph/weight_casts.h"
 #include "tests/device/fake_device.h"
 #include "tests/error_of.h"
 
@@ -37,7 +43,7 @@ at::Tensor draw(int ordinal, const RandomKey& key, const char* op = "aten::berno
 
 TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
   const at::Tensor x = ones(4), y = ones(4);
-  GraphCapture capture(fake_device(), {});
+  GraphCapture capture(fake_device());
   const CapturedWork work = capture.capture({}, [&] { y.add_(x * 2); });
   expect_all(y, 1);
   work.launch({});
@@ -49,7 +55,7 @@ TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
 
 TEST(DeviceGraph, IsNotLaunchedWhereNothingWasCaptured) {
   at::Tensor memory;
-  GraphCapture capture(fake_device(), {});
+  GraphCapture capture(fake_device());
   const CapturedWork nothing = capture.capture({}, [&] { memory = at::empty({4}, fake_device()); });
   const CapturedWork work = capture.capture({}, [&] { memory.fill_(2); });
   take_fake_launches();
@@ -61,24 +67,26 @@ TEST(DeviceGraph, IsNotLaunchedWhereNothingWasCaptured) {
 }
 
 TEST(DeviceGraph, RandomOperatorsDrawUnderTheKeyOfTheLaunch) {
-  at::Tensor first, second;
-  GraphCapture capture(fake_device(), {3, 8});
+  at::Tensor first, second, again;
+  GraphCapture capture(fake_device());
   const at::Tensor before = at::rand({4}, fake_device());
   const CapturedWork work = capture.capture({3, 8}, [&] {
     first = draw(8, {});
     second = draw(3, {});
+    again = draw(8, {});  // a recomputation
   });
   for (const uint64_t call : {0, 1, 0}) {
     work.launch(key_of(call));
     EXPECT_TRUE(at::equal(first.cpu(), draw(8, key_of(call)).cpu()));
     EXPECT_TRUE(at::equal(second.cpu(), draw(3, key_of(call)).cpu()));
+    EXPECT_TRUE(at::equal(again.cpu(), first.cpu()));
   }
   EXPECT_FALSE(at::equal(first.cpu(), second.cpu()));
 }
 
 TEST(DeviceGraph, GraphsThatAreCapturedLaterHaveTheMemoryThatIsFree) {
   const at::Tensor x = ones(1000);
-  GraphCapture capture(fake_device(), {});
+  GraphCapture capture(fake_device());
   at::Tensor sum;
   const CapturedWork first = capture.capture({}, [&] { sum = (x + 1).sum() + (x + 2).sum(); });
   const FakeMemoryLimit limit(1 << 20);
@@ -92,11 +100,49 @@ TEST(DeviceGraph, GraphsThatAreCapturedLaterHaveTheMemoryThatIsFree) {
   }
 }
 
+/// An argument of an operator as autocast casts it.
+at::Tensor autocast(graph::WeightCasts& casts, const at::Tensor& weight) {
+  const auto type = fake_device().type();
+  at::autocast::set_autocast_enabled(type, true);
+  const auto off = c10::make_scope_exit([=] { at::autocast::set_autocast_enabled(type, false); });
+  const graph::WeightCasts::Scope scope(casts, {{weight.unsafeGetTensorImpl(), /*memory=*/0}});
+  const c10::impl::ExcludeDispatchKeyGuard own(c10::DispatchKey::AutocastPrivateUse1);
+  return weight.to(at::kBFloat16);
+}
+
+/// A step writes them before its first graph, whose work must leave them alone.
+TEST(DeviceGraph, CastsOfWeightsLieBesideTheMemoryOfGraphs) {
+  const at::Tensor weight = ones(64), result = ones(64);
+  const at::Tensor x = at::ones({64}, weight.options().dtype(at::kBFloat16));
+  graph::WeightCasts casts;
+  casts.begin_step();
+  autocast(casts, weight);
+  casts.end_step();
+  casts.reserve();
+  GraphCapture capture(fake_device());
+  std::vector<CapturedWork> graphs;
+  for (int i = 0; i < 2; ++i) {
+    graphs.push_back(capture.capture({}, [&] {
+      result.copy_(x * 3);  // leaves memory of a cast's size
+      result.add_(autocast(casts, weight));
+    }));
+  }
+  for (const float value : {1.f, 2.f}) {
+    weight.fill_(value);
+    casts.begin_step();
+    for (const CapturedWork& work : graphs) {
+      work.launch({});
+      expect_all(result, 3 + value);
+    }
+    casts.end_step();
+  }
+}
+
 TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
   const at::Tensor x = ones(1000);
   const FakeMemoryLimit limit(x.nbytes() + 8000);
   for (int i = 0; i < 3; ++i) {
-    GraphCapture capture(fake_device(), {});
+    GraphCapture capture(fake_device());
     const CapturedWork work = capture.capture({}, [&] { x.copy_(x + 1); });
     work.launch({});
   }
@@ -105,7 +151,7 @@ TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
 
 TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
   const at::Tensor x = ones(4);
-  GraphCapture capture(fake_device(), {});
+  GraphCapture capture(fake_device());
   const auto text = error_of<c10::Error>([&] { capture.capture({}, [&] { x.add_(1).cpu(); }); });
   expect_has(text, {"operation not permitted when stream is capturing"});
   const CapturedWork work = capture.capture({}, [&] { x.add_(1); });
@@ -115,7 +161,7 @@ TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
 
 TEST(DeviceGraph, AnotherIsCapturedWhenAllAreGone) {
   const at::Tensor x = ones(4);
-  GraphCapture capture(fake_device(), {0});
+  GraphCapture capture(fake_device());
   for (int i = 0; i < 3; ++i) {
     at::Tensor drawn;
     const CapturedWork work = capture.capture({0}, [&] {
@@ -136,7 +182,7 @@ TORCH_LIBRARY(device_graph_test, m) {
 }
 
 TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
-  GraphCapture capture(fake_device(), {0});
+  GraphCapture capture(fake_device());
   at::manual_seed(3);
   const at::Tensor expected = at::rand({4});
   at::manual_seed(3);
@@ -148,7 +194,7 @@ TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
 
 TEST(DeviceGraph, TheHostHasNoGraphs) {
   EXPECT_FALSE(graph::has_device_graphs(at::kCPU));
-  const auto text = error_of<UsageError>([] { GraphCapture capture(at::kCPU, {}); });
+  const auto text = error_of<UsageError>([] { GraphCapture capture(at::kCPU); });
   expect_has(text, {"the work of device cpu cannot be captured: this build has no graphs for it",
                     "Use a GPU, and build for CUDA (docs/cuda.md)"});
 }

@@ -41,7 +41,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     const FakeLock lock(machine().mutex);
-    return c10::Stream(c10::Stream::UNSAFE, device, machine().new_stream(device.index()).second);
+    return c10::Stream(c10::Stream::UNSAFE, device, machine().pool_stream(device.index()).second);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = std::exchange(current_streams[stream.device_index()], stream.id());
@@ -120,7 +120,7 @@ class FakeAllocator final : public c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
+    std::memcpy(for_kernels(to), for_kernels(from), bytes);
   }
 
   bool initialized() override { return true; }
@@ -148,6 +148,7 @@ class FakeAllocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     const FakeLock lock(FakeMachine::get().mutex);
+    FakeMachine::get().refuse_failed({index, 0});
     const size_t total = FakeMachine::get().limit.value_or(kFakeMemory);
     return {total - FakeMachine::get().held.at(index), total};
   }
@@ -221,6 +222,14 @@ void move_to_fake(const std::vector<at::Tensor>& tensors, at::Device device) {
   }
 }
 
+void grow(c10::StorageImpl& storage, size_t bytes) {
+  if (bytes <= storage.nbytes()) return;
+  c10::DataPtr larger = storage.allocator()->allocate(bytes);
+  std::memcpy(for_kernels(larger.get()), for_kernels(storage.data()), storage.nbytes());
+  storage.set_data_ptr_noswap(std::move(larger));
+  storage.set_nbytes(bytes);
+}
+
 std::vector<std::string> take_fake_log() {
   FakeMachine& machine = FakeMachine::get();
   const FakeLock lock(machine.mutex);
@@ -244,6 +253,16 @@ int fake_streams() {
   FakeMachine& machine = FakeMachine::get();
   const FakeLock lock(machine.mutex);
   return machine.streams();
+}
+
+FakeStreamPool::FakeStreamPool(int streams) {
+  const FakeLock lock(FakeMachine::get().mutex);
+  FakeMachine::get().pooled_streams = streams;
+}
+
+FakeStreamPool::~FakeStreamPool() {
+  const FakeLock lock(FakeMachine::get().mutex);
+  FakeMachine::get().pooled_streams.reset();
 }
 
 FakeMemoryLimit::FakeMemoryLimit(size_t bytes) {

@@ -31,6 +31,9 @@
 ///   uses recorded while any stream of the index is captured are forgotten.
 namespace smp::testing {
 
+/// The bit of the device's addresses, which is beyond those of programs.
+constexpr uintptr_t kOnDevice = uintptr_t{1} << 50;
+
 at::Device fake_device(int index = 0);
 
 /// Moves the tensors there themselves, as `Module::to` does for devices that libtorch knows by
@@ -50,6 +53,23 @@ int take_fake_kernels();
 /// How many streams beside the default ones were taken until now. A caching allocator keeps memory
 /// for each.
 int fake_streams();
+
+/// While it lives, an index has so many streams beside the default one, which are handed out in
+/// turn as libtorch does its 32; otherwise each is another.
+class FakeStreamPool {
+ public:
+  explicit FakeStreamPool(int streams);
+  ~FakeStreamPool();
+  FakeStreamPool(const FakeStreamPool&) = delete;
+  FakeStreamPool& operator=(const FakeStreamPool&) = delete;
+};
+
+/// The memory at an address of the device's, as its kernels see it, which are the CPU's. At the
+/// address itself the host finds nothing: a read or write there ends the program. Another
+/// address stays as it is.
+inline void* for_kernels(const void* address) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(address) & ~kOnDevice);
+}
 
 /// While it lives, each index of the device has so many bytes of memory, counting memory allocated
 /// already; an allocation beyond them throws `c10::OutOfMemoryError`, as CUDA's do. Without one

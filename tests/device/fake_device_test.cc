@@ -52,7 +52,22 @@ class FakeDevice : public ::testing::Test {
 
 /// The content of memory, whatever the device has been asked to do.
 float first_of(const at::Tensor& tensor) {
-  return *static_cast<const float*>(tensor.const_data_ptr());
+  return *static_cast<const float*>(for_kernels(tensor.const_data_ptr()));
+}
+
+/// Raw reads and writes beside the device's kernels are faults, as on a GPU.
+TEST_F(FakeDevice, TheHostCannotTouchMemory) {
+  const at::Tensor x = ones(4);
+  auto* const numbers = static_cast<volatile float*>(x.mutable_data_ptr());
+  EXPECT_DEATH(numbers[0] = 2, "");
+  EXPECT_DEATH(std::exit(numbers[3] == 1), "");
+  EXPECT_EQ(first_of(x), 1);
+}
+
+TEST_F(FakeDevice, ResizedTensorsKeepTheirElements) {
+  const at::Tensor x = ones(4);
+  x.resize_({5000});
+  EXPECT_TRUE(at::equal(x.narrow(0, 0, 4).cpu(), at::ones({4})));
 }
 
 TEST_F(FakeDevice, KernelsRunWhenTheHostWaits) {
@@ -206,6 +221,17 @@ TEST_F(FakeDevice, DevicesWaitForEachOtherInACopyBetweenThem) {
   x.zero_();
   EXPECT_TRUE(at::equal(there.cpu(), at::full({4}, 3.0f)));
   expect_rules_kept();
+}
+
+TEST(FakeStreamPool, HandsItsStreamsOutInTurn) {
+  const c10::impl::VirtualGuardImpl guard(fake_device().type());
+  const FakeStreamPool two(2);
+  const c10::Stream first = guard.getStreamFromGlobalPool(fake_device());
+  const c10::Stream second = guard.getStreamFromGlobalPool(fake_device());
+  EXPECT_NE(first, second);
+  EXPECT_NE(guard.getStreamFromGlobalPool(fake_device(1)).device(), first.device());
+  EXPECT_EQ(guard.getStreamFromGlobalPool(fake_device()), first);
+  EXPECT_EQ(guard.getStreamFromGlobalPool(fake_device()), second);
 }
 
 TEST(FakeDeviceDeathTest, ABrokenRuleEndsTheProgram) {

@@ -156,9 +156,10 @@ class FakeGroup final : public c10d::Backend {
 };
 
 comm::MakeDeviceGroup FakeNetwork::groups(int owner) {
-  return [this, owner](const std::string& name, int rank, int size) {
+  return [this, owner](const std::string& name, int rank, int size, comm::GroupUse use) {
     const std::lock_guard<std::mutex> lock(mutex_);
     made_[owner].push_back(name);
+    if (use == comm::GroupUse::kLane) lanes_[owner].push_back(name);
     return std::make_shared<FakeGroup>(*this, name, owner, rank, size);
   };
 }
@@ -171,6 +172,11 @@ Traffic FakeNetwork::take_sent(int rank) {
 std::vector<std::string> FakeNetwork::made(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return made_[rank];
+}
+
+std::vector<std::string> FakeNetwork::lanes(int rank) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return lanes_[rank];
 }
 
 void FakeNetwork::await_waiting(size_t ranks) {

@@ -36,6 +36,8 @@ class FakeNetwork {
 
   /// The groups that the rank has made, in order.
   std::vector<std::string> made(int rank);
+  /// Those of them that are for lanes.
+  std::vector<std::string> lanes(int rank);
 
   /// Returns when so many ranks wait for a message.
   void await_waiting(size_t ranks);
@@ -48,7 +50,7 @@ class FakeNetwork {
   std::condition_variable changed_;
   std::map<Mailbox, std::deque<at::Tensor>> mail_;
   std::map<int, Traffic> sent_;
-  std::map<int, std::vector<std::string>> made_;
+  std::map<int, std::vector<std::string>> made_, lanes_;
   std::set<std::pair<int, std::string>> aborted_;
   size_t waiting_ = 0;
 };

@@ -20,6 +20,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
+#include <c10/util/accumulate.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -75,7 +76,7 @@ class OnlyKernels {
 /// The tensor's memory as the CPU's; not kept alive, as a device does not. A kernel may give it
 /// another size meanwhile, and so other memory.
 at::Tensor as_cpu(const at::Tensor& tensor) {
-  const at::Tensor result = at::for_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes())
+  const at::Tensor result = at::for_blob(for_kernels(tensor.const_data_ptr()), tensor.sizes())
                                 .strides(tensor.strides())
                                 .options(at::TensorOptions(tensor.scalar_type()))
                                 .allocator(c10::GetAllocator(at::kCPU))
@@ -187,8 +188,11 @@ const at::Tensor& resize_fake(const at::Tensor& tensor, at::IntArrayRef size,
   const c10::DeviceGuard guard(tensor.device());
   FakeMachine& machine = FakeMachine::get();
   const FakeLock lock(machine.mutex);
-  const bool keeps_elements = tensor.storage().nbytes() > 0;
-  if (keeps_elements) machine.run_all(current_fake_stream(tensor.device().index()));
+  if (tensor.storage().nbytes() > 0) {
+    machine.run_all(current_fake_stream(tensor.device().index()));
+    grow(*tensor.storage().unsafeGetStorageImpl(),
+         (tensor.storage_offset() + c10::multiply_integers(size)) * tensor.element_size());
+  }
   return at::native::resize_(tensor, size, format);
 }
 
@@ -204,7 +208,7 @@ bool is_mutated(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
 
-/// The generator from which a random operator that this thread captures is to draw; -1: none.
+/// The call of a random operator that this thread captures, in its graph; -1: none.
 thread_local int captured_draw = -1;
 
 /// An operator and its arguments, on the device.
@@ -454,7 +458,8 @@ class FakeGraph final : public graph::DeviceGraph {
     if (uses_pool_) release_pool();
   }
 
-  void begin(const std::vector<size_t>&) override {
+  void begin(size_t) override {
+    calls_.clear();
     const FakeLock lock(machine().mutex);
     TORCH_CHECK(!pool_->is_over, "memory of graphs is captured into after its last graph is gone");
     stream_ = current_fake_stream(current_fake_index());
@@ -474,25 +479,25 @@ class FakeGraph final : public graph::DeviceGraph {
     release_pool();
   }
 
-  void call_random(const c10::OperatorHandle& op, Stack& stack, size_t generator) override {
-    captured_draw = static_cast<int>(generator);
+  void call_random(const c10::OperatorHandle& op, Stack& stack, size_t seed) override {
+    captured_draw = static_cast<int>(calls_.size());
+    calls_.push_back(seed);
     const auto restore = c10::make_scope_exit([] { captured_draw = -1; });
     op.callBoxed(stack);
   }
 
-  void launch(const std::vector<Seed>& seeds) override {
+  void launch(const std::vector<uint64_t>& seeds) override {
     const StreamKey stream = current_fake_stream(stream_.first);
-    std::map<int, at::Tensor> states;  // states of generators
-    for (const Seed& seed : seeds) {
-      states[static_cast<int>(seed.generator)] =
-          at::detail::createCPUGenerator(seed.seed).get_state();
+    std::vector<at::Tensor> states;  // states of generators, by call
+    for (size_t seed : calls_) {
+      states.push_back(at::detail::createCPUGenerator(seeds.at(seed)).get_state());
     }
     for (const Task& task : tasks_) {
-      if (task.generator < 0) {
+      if (task.random_call < 0) {
         const FakeLock lock(machine().mutex);
         machine().give(stream, task);
       } else {
-        draw(stream, task, states.at(task.generator));
+        draw(stream, task, states.at(task.random_call));
       }
     }
     const FakeLock lock(machine().mutex);
@@ -527,12 +532,19 @@ class FakeGraph final : public graph::DeviceGraph {
   bool uses_pool_ = false;
   StreamKey stream_;
   std::vector<Task> tasks_;
+  std::vector<size_t> calls_;  // seeds of the calls of random operators
 };
+
+/// A stream outside the pool, as CUDA's graphs have one.
+c10::Stream own_stream(at::Device device) {
+  FakeMachine& machine = FakeMachine::get();
+  const FakeLock lock(machine.mutex);
+  return c10::Stream(c10::Stream::UNSAFE, device, machine.new_stream(device.index()).second);
+}
 
 class FakeGraphPool final : public graph::DeviceGraphPool {
  public:
-  explicit FakeGraphPool(at::Device device)
-      : stream_(c10::impl::VirtualGuardImpl(kFakeType).getStreamFromGlobalPool(device)) {}
+  explicit FakeGraphPool(at::Device device) : stream_(own_stream(device)) {}
 
   c10::Stream stream() const override { return stream_; }
   std::unique_ptr<graph::DeviceGraph> make_graph() override {
@@ -544,9 +556,9 @@ class FakeGraphPool final : public graph::DeviceGraphPool {
   const std::shared_ptr<FakePool> pool_ = std::make_shared<FakePool>();
 };
 
-const bool registered = [] {
+const bool kernels_registered = [] {
   graph::register_device_graphs(
-      kFakeType, [](at::Device device, size_t) { return std::make_shared<FakeGraphPool>(device); });
+      kFakeType, [](at::Device device) { return std::make_shared<FakeGraphPool>(device); });
   return true;
 }();
 

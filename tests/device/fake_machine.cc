@@ -66,6 +66,14 @@ void FakeMachine::refuse_failed(StreamKey stream) const {
                               "fake error: device-side assert triggered");
 }
 
+/// Products are those of a library, which has errors of its own, as cuBLAS has.
+void FakeMachine::refuse_failed(StreamKey stream, const Task& task) const {
+  const bool is_product = task.name == "aten::mm" || task.name == "aten::addmm";
+  TORCH_CHECK(!is_product || !has_failed(stream.first),
+              "fake error: execution failed in a library");
+  refuse_failed(stream);
+}
+
 void FakeMachine::give(StreamKey stream, Task task) {
   const auto capture = captures_.find(stream);
   if (capture != captures_.end()) {
@@ -73,7 +81,7 @@ void FakeMachine::give(StreamKey stream, Task task) {
     return;
   }
   if (!task.accesses.empty()) {
-    refuse_failed(stream);
+    refuse_failed(stream, task);
     ++kernels;
     if (kernels_left[stream.first]) --*kernels_left[stream.first];
   }
@@ -115,6 +123,14 @@ void FakeMachine::synchronize(StreamKey stream) {
 }
 
 StreamKey FakeMachine::new_stream(c10::DeviceIndex index) { return {index, ++streams_}; }
+
+StreamKey FakeMachine::pool_stream(c10::DeviceIndex index) {
+  if (!pooled_streams) return new_stream(index);
+  StreamPool& pool = pools_[index];
+  const auto size = static_cast<size_t>(*pooled_streams);
+  while (pool.streams.size() < size) pool.streams.push_back(new_stream(index));
+  return pool.streams[pool.next++ % size];
+}
 
 void FakeMachine::record(FakeEvent*& event, StreamKey stream) {
   refuse_captured(stream);
@@ -178,7 +194,7 @@ void* FakeMachine::reserve(size_t bytes, c10::DeviceIndex index) {
   used[index] += bytes;
   peak[index] = std::max(peak[index], used[index]);
   held[index] = std::max(held[index], used[index]);
-  return aligned(bytes);
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(aligned(bytes)) | kOnDevice);
 }
 
 void* FakeMachine::allocate(size_t bytes, StreamKey stream) {
@@ -218,7 +234,9 @@ void FakeMachine::free_captured(char* memory, Block& block) {
   if (!is_captured(block.owner)) return;
   give(block.owner, {kRelease,
                      {{memory, memory + block.bytes, true}},
-                     [memory, bytes = block.bytes] { std::memset(memory, kFreed, bytes); }});
+                     [memory = for_kernels(memory), bytes = block.bytes] {
+                       std::memset(memory, kFreed, bytes);
+                     }});
 }
 
 void FakeMachine::free(FakePool& pool) noexcept {
@@ -228,7 +246,7 @@ void FakeMachine::free(FakePool& pool) noexcept {
     run_index(index);
     used[index] -= found->second.bytes;
     blocks_.erase(found);
-    std::free(memory);
+    std::free(for_kernels(memory));
   }
 }
 
@@ -262,8 +280,8 @@ std::function<void()> FakeMachine::overwrite_after(const std::set<StreamKey>& us
   for (const StreamKey& user : users) waits.emplace_back(user, queues_[user].given);
   return [this, waits, memory, bytes] {
     for (const auto& [user, position] : waits) run_until(user, position);
-    std::memset(memory, kFreed, bytes);
-    std::free(memory);
+    std::memset(for_kernels(memory), kFreed, bytes);
+    std::free(for_kernels(memory));
   };
 }
 
@@ -379,7 +397,8 @@ void FakeMachine::check_free(Block& block) {
     if (past.stream == block.owner || block.users.count(past.stream) > 0) continue;
     if (is_known(past, known)) continue;
     block.users.insert(past.stream);
-    if (has_failed(block.owner.first)) continue;  // events are of no use to the library any more
+    // Events of an index that has failed are of no use to the library, and its streams do nothing.
+    if (has_failed(block.owner.first) || has_failed(past.stream.first)) continue;
     broken(c10::str("memory of ", block.bytes, " bytes, allocated on ", text_of(block.owner),
                     ", is freed while ", text_of(past.stream), " may use it (", past.name,
                     "): record that use, recordDataPtrOnStream"));

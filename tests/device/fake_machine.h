@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/Stream.h>
 
 #include <array>
@@ -40,16 +41,16 @@ struct Access {
   bool writes;
 };
 
-/// Work that a stream is given.
 /// The name of a task that overwrites memory of a graph's, which no other device has.
 constexpr const char* kRelease = "a release";
 
+/// Work that a stream is given.
 struct Task {
   std::string name;  ///< "aten::add", "a copy"
   std::vector<Access> accesses;
   std::function<void()> run;
-  int generator =
-      -1;  ///< generator of its graph, from which it draws: it then runs at once; -1: draws nothing
+  /// The call of a random operator in its graph that it belongs to: it then runs at once; -1: none.
+  int random_call = -1;
 };
 
 /// Memory of graphs: given back when the last of them is gone, and until then to the next captures.
@@ -92,6 +93,8 @@ class FakeMachine {
   void synchronize(StreamKey stream);
 
   StreamKey new_stream(c10::DeviceIndex index);
+  /// The next of the pool.
+  StreamKey pool_stream(c10::DeviceIndex index);
   int streams() const { return static_cast<int>(streams_); }
   /// Into `event`, or into a new one if it is null.
   void record(FakeEvent*& event, StreamKey stream);
@@ -108,6 +111,8 @@ class FakeMachine {
 
   /// An index that has failed works again, without the tasks that it has not done.
   void mend(c10::DeviceIndex index);
+  /// Throws a `c10::AcceleratorError` if the stream's index has failed.
+  void refuse_failed(StreamKey stream) const;
 
   /// Throws `c10::OutOfMemoryError` beyond the limit.
   void* allocate(size_t bytes, StreamKey stream);
@@ -136,6 +141,7 @@ class FakeMachine {
   std::optional<std::vector<std::string>> broken_rules;              // else one ends the program
   std::array<std::optional<int64_t>, kFakeDevices> kernels_left;     // until it fails
   std::optional<size_t> limit;                                       // limit of each index
+  std::optional<int> pooled_streams;                                 // streams of each index
   std::array<size_t, kFakeDevices> used = {}, peak = {}, held = {};  // bytes
 
  private:
@@ -161,6 +167,11 @@ class FakeMachine {
     std::shared_ptr<FakePool> pool = nullptr;  // pool of graphs, while it is used; else none
   };
 
+  struct StreamPool {
+    std::vector<StreamKey> streams;
+    size_t next = 0;
+  };
+
   struct Pinned {
     size_t bytes;
     std::set<StreamKey> users;
@@ -184,7 +195,7 @@ class FakeMachine {
   void refuse_captured(StreamKey stream) const;
   bool captures(c10::DeviceIndex index) const;
   bool has_failed(c10::DeviceIndex index) const { return kernels_left[index] == 0; }
-  void refuse_failed(StreamKey stream) const;
+  void refuse_failed(StreamKey stream, const Task& task) const;
   void* reserve(size_t bytes, c10::DeviceIndex index);
   void* allocate_captured(size_t bytes, StreamKey stream, FakeCapture& capture);
   void free_captured(char* memory, Block& block);
@@ -196,9 +207,13 @@ class FakeMachine {
   size_t pinned_bytes_ = 0;  // also those that are freed and kept
   Clock finished_;           // finished work that the host knows of: it has waited
   c10::StreamId streams_ = 0;
+  std::map<c10::DeviceIndex, StreamPool> pools_;
 };
 
 using FakeLock = std::lock_guard<std::recursive_mutex>;
+
+/// Gives elements memory of at least so many bytes. libtorch would have the host copy them.
+void grow(c10::StorageImpl& storage, size_t bytes);
 
 /// The stream that is current on this thread.
 StreamKey current_fake_stream(c10::DeviceIndex index);

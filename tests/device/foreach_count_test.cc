@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels that the device is given for an update, and for the sums of gradients.
+// Kernels that the device is given for an update, for the sums of gradients, and for a look at
+// them.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -10,8 +11,10 @@
 #include <vector>
 
 #include "comm/threads/run_ranks.h"
+#include "core/numbers.h"
 #include "dp/local_gradients.h"
 #include "optim/foreach_step.h"
+#include "runtime/update/gradient_probes.h"
 #include "smp/smp.h"
 #include "tests/device/fake_device.h"
 
@@ -142,6 +145,39 @@ TEST(Kernels, OfSumsAreOneForAllParameters) {
     EXPECT_EQ(sums.finish(), 2) << "the division, and the addition to `.grad`";
     sums.expect_grad(4);
   });
+}
+
+TEST(Kernels, OfNumbersThatAreReadAreOne) {
+  Tensors numbers;
+  std::vector<double> expected;
+  for (int i = 0; i < 10; ++i) {
+    numbers.push_back(torch::full({}, 0.5 * i, fake_device()));
+    expected.push_back(0.5 * i);
+  }
+  take_fake_kernels();
+  EXPECT_EQ(core::read_numbers(numbers), expected);
+  EXPECT_EQ(take_fake_kernels(), 2) << "one, and a copy";
+}
+
+/// A sum of types would round an integer that float32 does not have.
+TEST(Kernels, OfNumbersOfOtherTypesRoundNone) {
+  const int64_t odd = (int64_t{1} << 40) + 1;
+  const Tensors numbers = {
+      torch::full({}, odd, torch::TensorOptions(fake_device()).dtype(torch::kLong)),
+      torch::full({1}, 0.5, fake_device()), torch::full({}, 3.0)};
+  EXPECT_EQ(core::read_numbers(numbers), (std::vector<double>{static_cast<double>(odd), 0.5, 3}));
+}
+
+TEST(Kernels, OfALookAtGradientsAreOneForAllParameters) {
+  const Tensors parameters = make_parameters();
+  runtime::GradientProbes probes;
+  take_fake_kernels();
+  probes.look(parameters);
+  EXPECT_EQ(take_fake_kernels(), 1);
+  for (const auto& parameter : parameters) parameter.grad().mul_(0.25);
+  take_fake_kernels();
+  EXPECT_EQ(probes.factor(), 0.25);
+  EXPECT_EQ(take_fake_kernels(), 3) << "those of now, both, and a copy";
 }
 
 struct NetImpl : torch::nn::Module {

@@ -33,12 +33,16 @@ struct Training {
   /// The inputs of step i.
   std::function<Tensors(Tensors, int)> given = [](Tensors batch, int) { return batch; };
   Config config = Config().microbatches(kMicrobatches);
+  ModelOptions options;
   int replicas = 1;
   int steps = kSteps;
+  int64_t rows = 2 * kMicrobatches;  // rows of a batch; microbatches of 8 rows lie alike
+  bool evaluates = false;            // before each step
 };
 
 struct Result {
-  std::vector<torch::Tensor> losses;  // losses by step
+  std::vector<torch::Tensor> losses;   // losses by step
+  std::vector<torch::Tensor> outputs;  // outputs of evaluations
   Named weights;
   std::vector<int> launches;  // launches of graphs, by step
 };
@@ -48,11 +52,11 @@ TextNet make_net() {
   return TextNet();
 }
 
-std::vector<Tensors> make_batches(int steps = kSteps) {
+std::vector<Tensors> make_batches(int steps = kSteps, int64_t rows = 2 * kMicrobatches) {
   torch::manual_seed(7);
   std::vector<Tensors> batches;
-  const auto make = [] {
-    return torch::randint(TextNetImpl::kVocabulary, {2 * kMicrobatches, TextNetImpl::kLength});
+  const auto make = [rows] {
+    return torch::randint(TextNetImpl::kVocabulary, {rows, TextNetImpl::kLength});
   };
   for (int i = 0; i < steps; ++i) batches.push_back({make(), make()});
   return batches;
@@ -60,7 +64,7 @@ std::vector<Tensors> make_batches(int steps = kSteps) {
 
 Result train(const Training& training, const std::string& graphs, int stages = 1) {
   const int ranks = stages * training.replicas;
-  const auto batches = make_batches(training.steps);
+  const auto batches = make_batches(training.steps, training.rows);
   std::vector<TextNet> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
   std::mutex mutex;
@@ -71,7 +75,7 @@ Result train(const Training& training, const std::string& graphs, int stages = 1
   run_as_threads(ranks, config, [&] {
     set_device(rank());
     TextNet net = nets[rank()];
-    DistributedModel<TextNet> model(net);
+    DistributedModel<TextNet> model(net, training.options);
     DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(),
                                                         torch::optim::AdamWOptions(0.01));
     auto train_step = step([&](torch::Tensor x, torch::Tensor y) {
@@ -79,10 +83,17 @@ Result train(const Training& training, const std::string& graphs, int stages = 1
       model->backward(loss);
       return loss;
     });
+    auto evaluate = step([&](torch::Tensor x) { return net->forward(x); });
     for (int i = 0; i < training.steps; ++i) {
       training.before(net, i);
       optimizer.zero_grad();
       const Tensors given = training.given(batches[i], i);
+      if (training.evaluates) {
+        net->eval();
+        const auto outputs = evaluate(given[0]).concat().cpu();
+        net->train();
+        if (rank() == 0) result.outputs.push_back(outputs);
+      }
       const auto losses = train_step(given[0], given[1]);
       optimizer.step();
       barrier();
@@ -101,6 +112,7 @@ Result train(const Training& training, const std::string& graphs, int stages = 1
 
 void expect_same(const Result& result, const Result& expected) {
   expect_equal(result.losses, expected.losses, "losses");
+  expect_equal(result.outputs, expected.outputs, "outputs");
   expect_equal(result.weights, expected.weights, "weights");
 }
 
@@ -129,7 +141,7 @@ class Graphs : public ::testing::Test {
 
 TEST_F(Graphs, AreLaunchedFromTheSecondStepOn) {
   EXPECT_EQ(launches_of({}), (std::vector<int>{0, 4, 4, 4})) << "2 microbatches, forward, backward";
-  expect_has(log_, {"\"cuda_graphs\": 4 computations of 1 stage are captured"});
+  expect_has(log_, {"\"cuda_graphs\": 4 computations of 1 stage are captured in 4 graphs"});
 }
 
 TEST_F(Graphs, AreThoseOfEachStageOfEachRank) {
@@ -162,13 +174,12 @@ TEST_F(Graphs, AreThoseOfTheScheduleThatAutoChooses) {
   EXPECT_GE(launches_of(training, 2).back(), 2 * kMicrobatches * 2);
 }
 
-/// Sums the captures that the ranks report.
-int captured_in(const std::string& log) {
-  const std::string before = "\"cuda_graphs\": ", after = " computations of";
+/// Sums the graphs that the ranks report.
+int graphs_in(const std::string& log) {
+  const std::string before = " captured in ";
   int count = 0;
-  for (size_t end = log.find(after); end != std::string::npos; end = log.find(after, end + 1)) {
-    const size_t begin = log.rfind(before, end) + before.size();
-    count += std::stoi(log.substr(begin, end - begin));
+  for (size_t at = log.find(before); at != std::string::npos; at = log.find(before, at + 1)) {
+    count += std::stoi(log.substr(at + before.size()));
   }
   return count;
 }
@@ -180,7 +191,77 @@ TEST_F(Graphs, AreNotLaunchedWhereAStageComputesNothing) {
   training.config.pipeline("zb_h1");
   const int launches = launches_of(training, 2).back();
   EXPECT_GT(launches, 0);
-  EXPECT_LT(launches, captured_in(log_)) << log_;
+  EXPECT_LT(launches, graphs_in(log_)) << log_;
+}
+
+/// Graphs of ranks that run four microbatches, which lie alike, in a step.
+struct Captured {
+  std::string pipeline;
+  int stages;
+  int virtual_stages;
+  int launches;  // launches in a step
+  int graphs;
+};
+
+std::ostream& operator<<(std::ostream& out, const Captured& captured) {
+  return out << captured.pipeline << ", " << captured.stages << " stages, "
+             << captured.virtual_stages << " on a rank";
+}
+
+Training four_microbatches() {
+  Training training;
+  training.config.microbatches(4);
+  training.rows = 4 * 8;
+  return training;
+}
+
+class FewGraphs : public Graphs, public ::testing::WithParamInterface<Captured> {};
+
+/// Where no forward waits for its backward, the graphs before have nothing in their memory.
+TEST_P(FewGraphs, ServeTheMicrobatchesThatRunLikewise) {
+  const Captured& expected = GetParam();
+  Training training = four_microbatches();
+  training.config.pipeline(expected.pipeline).virtual_stages(expected.virtual_stages);
+  EXPECT_EQ(launches_of(training, expected.stages).back(), expected.launches);
+  EXPECT_EQ(graphs_in(log_), expected.graphs) << log_;
+}
+
+INSTANTIATE_TEST_SUITE_P(Each, FewGraphs,
+                         ::testing::Values(Captured{"interleaved", 1, 1, 8, 2},
+                                           Captured{"1f1b", 2, 1, 16, 8 + 2},
+                                           Captured{"simple", 2, 1, 16, 8 + 8},
+                                           Captured{"zb_h1", 2, 1, 20, 12 + 12},
+                                           Captured{"interleaved", 2, 2, 32, 32}));
+
+/// Two are one backward pass: the second adds to the sums of the first.
+TEST_F(Graphs, ServeSumsOverTwoSteps) {
+  Training training = four_microbatches();
+  training.options.backward_passes_per_step(2);
+  EXPECT_EQ(launches_of(training).back(), 8);
+  EXPECT_EQ(graphs_in(log_), 2) << log_;
+}
+
+TEST_F(Graphs, ServeHalfPrecisionWithALossScale) {
+  Training training = four_microbatches();
+  training.config.fp16(true);
+  EXPECT_EQ(launches_of(training).back(), 8);
+  EXPECT_EQ(graphs_in(log_), 2) << log_;
+}
+
+/// Microbatches of 80 bytes begin at 0, 16, 32 and 48 bytes from a multiple of 64.
+TEST_F(Graphs, ServeNoMicrobatchThatLiesOtherwise) {
+  Training training = four_microbatches();
+  training.rows = 4 * 2;
+  EXPECT_EQ(launches_of(training).back(), 8);
+  EXPECT_EQ(graphs_in(log_), 8) << log_;
+}
+
+/// Training has two, and evaluation one.
+TEST_F(Graphs, AreLaunchedInTurnWithThoseOfEvaluation) {
+  Training training = four_microbatches();
+  training.evaluates = true;
+  EXPECT_EQ(launches_of(training), (std::vector<int>{0, 12, 12, 12}));
+  EXPECT_EQ(graphs_in(log_), 2 + 1) << log_;
 }
 
 /// Memory that a launch reads must not go before.

@@ -16,6 +16,7 @@
 #include <random>
 #include <set>
 
+#include "comm/host_parts.h"
 #include "comm/nccl/reduce_parts.h"
 #include "comm/reduce.h"
 #include "comm/threads/thread_communicator.h"
@@ -255,11 +256,10 @@ TEST(GroupChannelSpecs, OnlyTheFirstBytesOfADevicesMessagesGoThroughTheHost) {
   EXPECT_TRUE(comm::moves_on_device(device));
   EXPECT_FALSE(comm::moves_on_device(empty)) << "has no elements";
   EXPECT_FALSE(comm::moves_on_device(host));
-  const auto parts = comm::host_parts({device, empty, host});
-  EXPECT_EQ(parts[0].bytes, 64);
-  EXPECT_EQ(parts[0].device, at::kCPU);
-  EXPECT_EQ(parts[1].device, fake_device());
-  EXPECT_EQ(parts[2].bytes, 256);
+  EXPECT_EQ(comm::host_part(device).bytes, 64);
+  EXPECT_EQ(comm::host_part(device).device, at::kCPU);
+  EXPECT_EQ(comm::host_part(empty).device, fake_device());
+  EXPECT_EQ(comm::host_part(host).bytes, 256);
 }
 
 /// Lets ranks connect, each in its order, two whenever both have come to the same channel.

@@ -205,6 +205,7 @@ TEST(GroupCommunicator, MakesGroupsWhenTheyAreUsed) {
     group.all_reduce(values);
     group.broadcast(values, 1);
     EXPECT_EQ(ranks.network.made(host.rank()), std::vector<std::string>{"all"});
+    EXPECT_TRUE(ranks.network.lanes(host.rank()).empty());
   });
 }
 
@@ -226,10 +227,10 @@ TEST(GroupCommunicator, MessagesAreReceivedByTagInAnyOrderThroughTheHost) {
   });
 }
 
-/// Two programs of which the second has longer messages, and an edge more.
+/// Two programs of which the second has longer messages, and an edge more; on two hosts.
 TEST(GroupCommunicator, ProgramsShareTheGroupsOfLanes) {
   Ranks ranks{2};
-  comm::run_ranks(2, [&](const CommunicatorPtr& world) {
+  const auto program = [&](const CommunicatorPtr& world) {
     const int rank = world->rank();
     const at::Device device = device_of(rank);
     comm::ChannelPool pool(
@@ -255,9 +256,29 @@ TEST(GroupCommunicator, ProgramsShareTheGroupsOfLanes) {
         EXPECT_TRUE(at::equal(got.cpu(), at::arange(length).to(at::kFloat)));
       }
     }
-  });
+  };
+  comm::run_ranks(2, program, /*hosts=*/{0, 1});
   EXPECT_EQ(ranks.network.made(0).size(), 4u) << "two lanes, each from and to the other";
   EXPECT_EQ(ranks.network.made(0), ranks.network.made(1)) << "connected in one order";
+  EXPECT_EQ(ranks.network.lanes(0), ranks.network.made(0)) << "so they take little of the device";
+}
+
+TEST(GroupCommunicator, ThreadsOfOneProcessNeedNoLanes) {
+  Ranks ranks{2};
+  ranks.run([&](Communicator& host, Communicator& group) {
+    const int rank = host.rank();
+    const comm::ChannelSpec spec = {1 - rank, 0, 192, 1, 2, device_of(rank), 64};
+    const comm::Channels channels = group.open_channels({spec}, {spec});
+    channels.senders[0]->prepare();
+    channels.senders[0]->device_part().fill_(rank + 1);
+    channels.senders[0]->send();
+    channels.receivers[0]->expect(1);
+    channels.receivers[0]->receive();
+    const at::Tensor got = channels.receivers[0]->device_part();
+    EXPECT_EQ(got.device(), device_of(rank));
+    EXPECT_TRUE(at::equal(got.cpu(), at::full({128}, 2 - rank, at::kByte)));
+    EXPECT_TRUE(ranks.network.made(rank).empty());
+  });
 }
 
 /// The others' devices wait for a rank that will never come.

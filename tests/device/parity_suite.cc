@@ -7,9 +7,11 @@
 #include <torch/torch.h>
 
 #include <filesystem>
+#include <functional>
 #include <mutex>
 
 #include "smp/smp.h"
+#include "tests/chaos/chaos.h"
 #include "tests/device/text_net.h"
 #include "tests/smp/oracle.h"
 
@@ -19,13 +21,15 @@ namespace {
 /// The variations of a run.
 enum class Extra {
   kNone,
-  kOffload,    ///< runs its blocks again in the backward pass and offloads their inputs
-  kResume,     ///< is saved after a step and goes on as another one
-  kOwnStream,  ///< computes on a stream that is not the default
-  kPlaced,     ///< is built on the CPU, and moved by the first step, as its inputs are by each
-  kOneDevice,  ///< has all ranks on one device, which autograd has one thread for
-  kGraphs,     ///< launches its computations as graphs from the second step on
-  kRegraphs,   ///< the same, and runs its blocks again in the backward pass
+  kOffload,     ///< runs its blocks again in the backward pass and offloads their inputs
+  kResume,      ///< is saved after a step and goes on as another one
+  kOwnStream,   ///< computes on a stream that is not the default
+  kOwnStreams,  ///< the same, with all ranks on one device
+  kPlaced,      ///< is built on the CPU, and moved by the first step, as its inputs are by each
+  kOneDevice,   ///< has all ranks on one device, which autograd has one thread for
+  kDelays,      ///< has ranks that take as long as they like (tests/chaos/chaos.h), on one device
+  kGraphs,      ///< launches its computations as graphs from the second step on
+  kRegraphs,    ///< the same, on own streams, and runs its blocks again in the backward pass
 };
 
 struct Layout {
@@ -37,8 +41,9 @@ struct Layout {
 };
 
 std::ostream& operator<<(std::ostream& out, const Layout& layout) {
-  constexpr const char* kExtras[] = {"",         ", offloading", ", resumed", ", own stream",
-                                     ", placed", ", one device", ", graphs",  ", again in graphs"};
+  constexpr const char* kExtras[] = {
+      "",         ", offloading", ", resumed", ", own stream", ", own streams of one device",
+      ", placed", ", one device", ", delays",  ", graphs",     ", again in graphs"};
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
              << layout.microbatches << " microbatches, " << layout.pipeline
              << kExtras[static_cast<int>(layout.extra)];
@@ -92,9 +97,20 @@ Trained run_plain(const Layout& layout) {
   return run;
 }
 
+bool has_own_streams(const Layout& layout) {
+  return layout.extra == Extra::kOwnStreams || layout.extra == Extra::kRegraphs;
+}
+
+bool is_on_one_device(const Layout& layout) {
+  return layout.extra == Extra::kOneDevice || layout.extra == Extra::kDelays ||
+         has_own_streams(layout);
+}
+
 /// Makes another stream the thread's current one where the layout says so.
 c10::OptionalStreamGuard choose_stream(const Layout& layout, at::Device device) {
-  if (layout.extra != Extra::kOwnStream) return c10::OptionalStreamGuard();
+  if (layout.extra != Extra::kOwnStream && !has_own_streams(layout)) {
+    return c10::OptionalStreamGuard();
+  }
   return c10::OptionalStreamGuard(
       c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
 }
@@ -116,17 +132,27 @@ Config config_of(const Layout& layout) {
       .timeout_seconds(60);
 }
 
+void play_ranks(const Layout& layout, const std::function<void()>& program) {
+  const int ranks = layout.stages * layout.replicas;
+  if (layout.extra == Extra::kDelays) {
+    Chaos chaos;
+    chaos.seed = kSeed;
+    run_in_chaos(ranks, config_of(layout), chaos, program);
+  } else {
+    run_as_threads(ranks, config_of(layout), program);
+  }
+}
+
 /// Trains steps [first, last) into `run`, from the checkpoint in `folder` on unless first is 0, and
 /// leaves one there unless the last step is done.
 void train_steps(const Layout& layout, int first, int last, const std::string& folder,
                  Trained& run) {
   const auto batches = make_batches(layout);
-  const int ranks = layout.stages * layout.replicas;
   std::vector<TextNet> nets;
-  for (int i = 0; i < ranks; ++i) nets.push_back(make_net());
+  for (int i = 0; i < layout.stages * layout.replicas; ++i) nets.push_back(make_net());
   std::mutex mutex;
-  run_as_threads(ranks, config_of(layout), [&] {
-    const at::Device device = test_device(layout.extra == Extra::kOneDevice ? 0 : rank());
+  play_ranks(layout, [&] {
+    const at::Device device = test_device(is_on_one_device(layout) ? 0 : rank());
     const auto stream = choose_stream(layout, device);
     TextNet net = nets[rank()];
     const bool placed = layout.extra == Extra::kPlaced;
@@ -209,7 +235,10 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{3, 1, 6, "zbv", Extra::kOwnStream}, Layout{1, 1, 3, "interleaved", Extra::kPlaced},
         Layout{2, 2, 3, "interleaved", Extra::kPlaced}, Layout{3, 1, 6, "zbv", Extra::kPlaced},
         Layout{2, 2, 3, "interleaved", Extra::kOneDevice},
-        Layout{3, 1, 6, "zbv", Extra::kOneDevice}, Layout{1, 1, 1, "interleaved", Extra::kGraphs},
+        Layout{3, 1, 6, "zbv", Extra::kOneDevice}, Layout{2, 1, 4, "1f1b", Extra::kDelays},
+        Layout{2, 2, 3, "interleaved", Extra::kDelays}, Layout{3, 1, 6, "zbv", Extra::kDelays},
+        Layout{2, 2, 3, "interleaved", Extra::kOwnStreams},
+        Layout{3, 1, 6, "zbv", Extra::kOwnStreams}, Layout{1, 1, 1, "interleaved", Extra::kGraphs},
         Layout{1, 1, 3, "interleaved", Extra::kGraphs}, Layout{2, 1, 4, "1f1b", Extra::kGraphs},
         Layout{2, 1, 4, "zb_h1", Extra::kGraphs}, Layout{3, 1, 6, "zbv", Extra::kGraphs},
         Layout{2, 2, 3, "interleaved", Extra::kGraphs},

@@ -262,7 +262,7 @@ TEST_P(LimitedPlacement, IsAsOnTheCpu) {
 INSTANTIATE_TEST_SUITE_P(
     All, LimitedPlacement,
     ::testing::Values(
-        Limited{"Bf16", {kUnits, kUnits, false, stages(kUnits).bf16(true)}, 0.75},
+        Limited{"Bf16", {kUnits, kUnits, false, stages(kUnits).bf16(true)}, 0.8},
         Limited{"TensorParallel",
                 {kUnits, kUnits, false, stages(2).ddp(true).tensor_parallel_degree(2)},
                 1.5},

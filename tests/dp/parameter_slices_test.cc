@@ -12,11 +12,11 @@
 namespace smp::dp {
 namespace {
 
-const std::vector<std::string> kNames{"a",      "scalar",  "transposed", "gaps",  "half",
-                                      "double", "complex", "large",      "unused"};
+const std::vector<std::string> kSliceNames{"a",      "scalar",  "transposed", "gaps",  "half",
+                                           "double", "complex", "large",      "unused"};
 
 /// The parameters of all kinds: dense in another order, with gaps in memory, of other dtypes.
-std::vector<at::Tensor> make_parameters() {
+std::vector<at::Tensor> make_sliced() {
   std::vector<at::Tensor> result{at::zeros({5, 30}),
                                  at::zeros({}),
                                  at::zeros({40, 6}).t(),
@@ -44,8 +44,8 @@ at::Tensor make_gradient(const at::Tensor& parameter, size_t index, int microbat
 /// Ranks as threads share the default generator: their data are drawn before.
 struct Data {
   Data(int replicas, int microbatches) : parameters(replicas) {
-    for (auto& own : parameters) own = make_parameters();
-    for (size_t i = 0; i < kNames.size(); ++i) {
+    for (auto& own : parameters) own = make_sliced();
+    for (size_t i = 0; i < kSliceNames.size(); ++i) {
       gradients.emplace_back();
       for (int m = 0; m < replicas * microbatches; ++m) {
         gradients[i].push_back(make_gradient(parameters[0][i], i, m));
@@ -59,7 +59,7 @@ struct Data {
 std::shared_ptr<ParameterSlices> make_slices(const std::vector<at::Tensor>& parameters,
                                              const comm::CommunicatorPtr& group,
                                              int64_t bucket_bytes = 2048) {
-  return std::make_shared<ParameterSlices>(parameters, kNames, group, bucket_bytes);
+  return std::make_shared<ParameterSlices>(parameters, kSliceNames, group, bucket_bytes);
 }
 
 class ParameterSlicesTest : public ::testing::TestWithParam<int> {};
@@ -71,24 +71,24 @@ TEST_P(ParameterSlicesTest, DivideEveryParameterEvenly) {
     const auto slices = make_slices(data.parameters[group->rank()], group);
     std::vector<int64_t> owned(replicas, 0);
     int64_t all = 0;
-    for (size_t i = 0; i < kNames.size(); ++i) {
+    for (size_t i = 0; i < kSliceNames.size(); ++i) {
       int64_t next = 0;
       for (int r = 0; r < replicas; ++r) {
         const auto [begin, end] = slices->owned(i, r);
         owned[r] += end - begin;
         if (begin == end) continue;
         const auto [offset, length] = slices->range(i);
-        EXPECT_EQ(begin, next) << kNames[i];
-        EXPECT_EQ(begin % 64, 0) << kNames[i];  // where vectors of kernels end
-        EXPECT_EQ((offset + begin - r * length) % (replicas > 1 ? 64 : 8), 0) << kNames[i];
+        EXPECT_EQ(begin, next) << kSliceNames[i];
+        EXPECT_EQ(begin % 64, 0) << kSliceNames[i];  // where vectors of kernels end
+        EXPECT_EQ((offset + begin - r * length) % (replicas > 1 ? 64 : 8), 0) << kSliceNames[i];
         next = end;
       }
-      EXPECT_EQ(next, slices->parameters()[i].numel()) << kNames[i];
+      EXPECT_EQ(next, slices->parameters()[i].numel()) << kSliceNames[i];
       all += next;
     }
     // Each bucket is divided evenly, but for the padding of a gradient and the bucket.
     const auto buckets = static_cast<int64_t>(slices->layout().size());
-    const int64_t slack = 64 * (static_cast<int64_t>(kNames.size()) + replicas * buckets);
+    const int64_t slack = 64 * (static_cast<int64_t>(kSliceNames.size()) + replicas * buckets);
     for (int r = 0; r < replicas; ++r) EXPECT_NEAR(owned[r], all / replicas, slack);
   });
 }
@@ -109,19 +109,20 @@ TEST_P(ParameterSlicesTest, ShareMemoryAndAreGatheredFromAll) {
     const auto& parameters = data.parameters[group->rank()];
     const auto slices = make_slices(parameters, group);
     at::NoGradGuard no_grad;
-    for (size_t i = 0; i < kNames.size(); ++i) {
+    for (size_t i = 0; i < kSliceNames.size(); ++i) {
       const auto& piece = slices->pieces()[i];
       const auto owned = slices->owned(i, group->rank());
       EXPECT_EQ(piece.defined(), owned.first < owned.second);
       if (!piece.defined()) continue;
       EXPECT_TRUE(piece.requires_grad() && piece.is_leaf());
-      EXPECT_TRUE(at::equal(piece, brute_force(parameters[i], parameters[i], owned))) << kNames[i];
-      EXPECT_EQ(piece.is_alias_of(parameters[i]), kNames[i] != "gaps");
+      EXPECT_TRUE(at::equal(piece, brute_force(parameters[i], parameters[i], owned)))
+          << kSliceNames[i];
+      EXPECT_EQ(piece.is_alias_of(parameters[i]), kSliceNames[i] != "gaps");
       piece.mul_(2);
     }
-    slices->all_gather(std::vector<bool>(kNames.size(), true));
-    for (size_t i = 0; i < kNames.size(); ++i) {
-      EXPECT_TRUE(at::equal(parameters[i], expected.parameters[0][i] * 2)) << kNames[i];
+    slices->all_gather(std::vector<bool>(kSliceNames.size(), true));
+    for (size_t i = 0; i < kSliceNames.size(); ++i) {
+      EXPECT_TRUE(at::equal(parameters[i], expected.parameters[0][i] * 2)) << kSliceNames[i];
     }
   });
 }
@@ -137,7 +138,7 @@ TEST_P(ParameterSlicesTest, OnlyUpdatedBucketsAreGathered) {
     for (const auto& piece : slices->pieces()) {
       if (piece.defined()) piece.add_(1);
     }
-    std::vector<bool> updated(kNames.size(), false);
+    std::vector<bool> updated(kSliceNames.size(), false);
     updated[7] = true;
     slices->all_gather(updated);
     EXPECT_TRUE(at::equal(parameters[7], old.parameters[0][7] + 1));
@@ -160,17 +161,17 @@ TEST_P(ParameterSlicesTest, FollowTheParametersMemory) {
   });
 }
 
-struct Case {
+struct SlicesCase {
   int replicas;
   int local_shards;
   bool views;
 };
 
-class SlicedGradients : public ::testing::TestWithParam<Case> {};
+class SlicedGradients : public ::testing::TestWithParam<SlicesCase> {};
 
 /// Against a formula, and the neighbours' pieces are others.
 TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
-  const Case& test = GetParam();
+  const SlicesCase& test = GetParam();
   constexpr int kMicrobatches = 2;
   const Data data(test.replicas, kMicrobatches);
   BucketOptions options;
@@ -181,7 +182,7 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
   options.gradient_as_bucket_view = test.views;
   const int per_shard = kMicrobatches / test.local_shards;
   std::vector<at::Tensor> sums;
-  for (size_t i = 0; i < kNames.size(); ++i) {
+  for (size_t i = 0; i < kSliceNames.size(); ++i) {
     at::Tensor total;
     for (int shard = 0; shard < options.gradient_shards; ++shard) {
       at::Tensor sum;
@@ -206,17 +207,17 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
       }
       buckets.reduce();
       buckets.finish();
-      for (size_t i = 0; i < kNames.size(); ++i) {
+      for (size_t i = 0; i < kSliceNames.size(); ++i) {
         const auto& piece = slices->pieces()[i];
-        EXPECT_EQ(parameters[i].grad().defined(), i != kUnused) << kNames[i];
+        EXPECT_EQ(parameters[i].grad().defined(), i != kUnused) << kSliceNames[i];
         if (!piece.defined()) continue;
-        EXPECT_EQ(piece.grad().defined(), i != kUnused) << kNames[i];
+        EXPECT_EQ(piece.grad().defined(), i != kUnused) << kSliceNames[i];
         if (i == kUnused) continue;
         // The second step adds to the first, the third begins anew.
         const auto want = step == 2 ? sums[i] + sums[i] : sums[i];
         const auto owned = slices->owned(i, group->rank());
         EXPECT_TRUE(at::equal(piece.grad(), brute_force(want, parameters[i], owned)))
-            << kNames[i] << " step " << step;
+            << kSliceNames[i] << " step " << step;
         for (int other = 0; other < test.replicas; ++other) {
           const auto neighbour = slices->owned(i, other);
           if (other == group->rank() || neighbour.first == neighbour.second) continue;
@@ -231,14 +232,16 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
 
 INSTANTIATE_TEST_SUITE_P(Replicas, ParameterSlicesTest, ::testing::Values(1, 2, 3, 4));
 INSTANTIATE_TEST_SUITE_P(Cases, SlicedGradients,
-                         ::testing::Values(Case{1, 1, false}, Case{2, 1, false}, Case{3, 1, false},
-                                           Case{4, 1, false}, Case{1, 2, false}, Case{2, 2, false},
-                                           Case{3, 2, false}, Case{2, 1, true}, Case{3, 1, true}));
+                         ::testing::Values(SlicesCase{1, 1, false}, SlicesCase{2, 1, false},
+                                           SlicesCase{3, 1, false}, SlicesCase{4, 1, false},
+                                           SlicesCase{1, 2, false}, SlicesCase{2, 2, false},
+                                           SlicesCase{3, 2, false}, SlicesCase{2, 1, true},
+                                           SlicesCase{3, 1, true}));
 
 /// `.grad` of a parameter says that there is a gradient, and has no numbers.
 TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
   comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
-    const auto parameters = make_parameters();
+    const auto parameters = make_sliced();
     const auto slices = make_slices(parameters, group);
     const auto& piece = slices->pieces()[0];
     const auto gradient = at::ones({150});

@@ -21,10 +21,10 @@ namespace smp::dp {
 namespace {
 
 using Event = ParameterWindow::Event;
-using Events = std::vector<std::pair<Event, size_t>>;
+using ShardEvents = std::vector<std::pair<Event, size_t>>;
 
 /// Tensors of several shapes, one with the strides of a transpose, one smaller than a rank's shard.
-std::vector<at::Tensor> make_parameters() {
+std::vector<at::Tensor> make_shards() {
   std::vector<at::Tensor> parameters;
   for (const auto& tensor :
        {at::arange(15 * 30).view({15, 30}), at::arange(200).view({10, 20}).t(), at::arange(7)}) {
@@ -36,13 +36,13 @@ std::vector<at::Tensor> make_parameters() {
   return parameters;
 }
 
-const std::vector<std::string> kNames{"weight", "transposed", "bias"};
+const std::vector<std::string> kShardNames{"weight", "transposed", "bias"};
 
 std::shared_ptr<ShardedParameters> divide(const std::vector<at::Tensor>& parameters,
                                           const comm::CommunicatorPtr& group) {
   auto sharded = std::make_shared<ShardedParameters>(group);
   for (size_t i = 0; i < parameters.size(); ++i) {
-    EXPECT_EQ(sharded->add(parameters[i], kNames[i]), i);
+    EXPECT_EQ(sharded->add(parameters[i], kShardNames[i]), i);
   }
   return sharded;
 }
@@ -60,9 +60,9 @@ at::Tensor full(const ShardedParameters& sharded, size_t i) {
 }
 
 TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
-  const auto expected = make_parameters();
+  const auto expected = make_shards();
   comm::run_ranks(3, [&](const comm::CommunicatorPtr& group) {
-    const auto parameters = make_parameters();
+    const auto parameters = make_shards();
     const at::Tensor view = parameters[0].detach().t();
     const auto version = parameters[0]._version();
     const auto sharded = divide(parameters, group);
@@ -81,7 +81,7 @@ TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
       for (size_t i = 0; i < 3; ++i) sharded->gather(i);
       for (size_t i = 0; i < 3; ++i) {
         sharded->wait(i);
-        EXPECT_TRUE(at::equal(parameters[i], expected[i])) << kNames[i];
+        EXPECT_TRUE(at::equal(parameters[i], expected[i])) << kShardNames[i];
       }
       EXPECT_TRUE(at::equal(view, expected[0].t()));
       for (size_t i = 0; i < 3; ++i) sharded->release(i);
@@ -97,11 +97,11 @@ TEST(ShardedParameters, AreWholeBetweenGatherAndRelease) {
 
 TEST(ShardedParameters, ShardsAreWhatIsGathered) {
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
-    const auto parameters = make_parameters();
+    const auto parameters = make_shards();
     const auto sharded = divide(parameters, group);
     at::NoGradGuard no_grad;
     for (size_t i = 0; i < 3; ++i) sharded->shard(i).mul_(2);
-    const auto expected = make_parameters();
+    const auto expected = make_shards();
     for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::equal(full(*sharded, i), expected[i] * 2));
   });
 }
@@ -116,8 +116,8 @@ TEST(ShardedParameters, OthersCannotBeDivided) {
 }
 
 /// Runs `body` on two ranks, on six parameters of 100 elements; returns the events of the first.
-Events events_of(int64_t max_live, const std::function<void(ParameterWindow&)>& body) {
-  Events events;
+ShardEvents events_of(int64_t max_live, const std::function<void(ParameterWindow&)>& body) {
+  ShardEvents events;
   comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
     const auto sharded = std::make_shared<ShardedParameters>(group);
     for (int i = 0; i < 6; ++i) sharded->add(at::full({100}, i), std::to_string(i));
@@ -146,10 +146,10 @@ TEST(ParameterWindow, GathersAheadAndFreesBehind) {
     }
     EXPECT_EQ(window.peak_live(), 500);  // those in use and four ahead
   });
-  const Events expected{{kGather, 0},  {kGather, 1},  {kGather, 2}, {kGather, 3},  {kGather, 4},
-                        {kUse, 0},     {kRelease, 0}, {kGather, 5}, {kUse, 1},     {kRelease, 1},
-                        {kUse, 2},     {kRelease, 2}, {kUse, 3},    {kRelease, 3}, {kUse, 4},
-                        {kRelease, 4}, {kUse, 5},     {kRelease, 5}};
+  const ShardEvents expected{
+      {kGather, 0},  {kGather, 1},  {kGather, 2}, {kGather, 3},  {kGather, 4}, {kUse, 0},
+      {kRelease, 0}, {kGather, 5},  {kUse, 1},    {kRelease, 1}, {kUse, 2},    {kRelease, 2},
+      {kUse, 3},     {kRelease, 3}, {kUse, 4},    {kRelease, 4}, {kUse, 5},    {kRelease, 5}};
   EXPECT_EQ(events, expected);
 }
 
@@ -163,9 +163,9 @@ TEST(ParameterWindow, PausesAtTheLimit) {
     }
     EXPECT_EQ(window.peak_live(), 200);
   });
-  const Events expected{{kGather, 0}, {kGather, 1},  {kUse, 0},     {kRelease, 0},
-                        {kGather, 2}, {kUse, 1},     {kRelease, 1}, {kGather, 3},
-                        {kUse, 2},    {kRelease, 2}, {kUse, 3},     {kRelease, 3}};
+  const ShardEvents expected{{kGather, 0}, {kGather, 1},  {kUse, 0},     {kRelease, 0},
+                             {kGather, 2}, {kUse, 1},     {kRelease, 1}, {kGather, 3},
+                             {kUse, 2},    {kRelease, 2}, {kUse, 3},     {kRelease, 3}};
   EXPECT_EQ(events, expected);
 }
 
@@ -180,9 +180,10 @@ TEST(ParameterWindow, NeedsGoBeforeTheLimit) {
     window.release({4, 5});
     window.release({0});
   });
-  const Events expected{{kGather, 0},  {kGather, 1},  {kRelease, 1}, {kGather, 4}, {kRelease, 0},
-                        {kGather, 5},  {kUse, 4},     {kUse, 5},     {kGather, 0}, {kUse, 0},
-                        {kRelease, 4}, {kRelease, 5}, {kRelease, 0}};
+  const ShardEvents expected{{kGather, 0},  {kGather, 1}, {kRelease, 1}, {kGather, 4},
+                             {kRelease, 0}, {kGather, 5}, {kUse, 4},     {kUse, 5},
+                             {kGather, 0},  {kUse, 0},    {kRelease, 4}, {kRelease, 5},
+                             {kRelease, 0}};
   EXPECT_EQ(events, expected);
 }
 
@@ -198,23 +199,23 @@ TEST(ParameterWindow, KeepsWhatIsUsedAgain) {
     window.release({2});
   });
   // The second use of 0 passes over that of 1, and the use of 2 frees both.
-  const Events expected{{kGather, 0}, {kGather, 1},  {kGather, 2}, {kUse, 0},    {kRelease, 1},
-                        {kUse, 0},    {kRelease, 0}, {kUse, 2},    {kRelease, 2}};
+  const ShardEvents expected{{kGather, 0}, {kGather, 1},  {kGather, 2}, {kUse, 0},    {kRelease, 1},
+                             {kUse, 0},    {kRelease, 0}, {kUse, 2},    {kRelease, 2}};
   EXPECT_EQ(events, expected);
 }
 
-struct Case {
+struct ShardedCase {
   int replicas;
   int degree;
   int shards;
   int64_t bucket_elements;
 };
 
-class ShardedGradientsTest : public ::testing::TestWithParam<Case> {};
+class ShardedGradientsTest : public ::testing::TestWithParam<ShardedCase> {};
 
-at::Tensor gradient(size_t parameter, int global_microbatch) {
+at::Tensor shard_gradient(size_t parameter, int global_microbatch) {
   at::manual_seed(100 * parameter + global_microbatch);
-  const auto like = make_parameters()[parameter];
+  const auto like = make_shards()[parameter];
   return at::empty_strided(like.sizes(), like.strides(), at::kFloat).normal_();
 }
 
@@ -227,7 +228,7 @@ at::Tensor expected_mean(size_t parameter, int shards) {
     at::Tensor sum;
     const int first = shard * kMicrobatches / shards;
     for (int m = first; m < first + kMicrobatches / shards; ++m) {
-      const auto g = gradient(parameter, m);
+      const auto g = shard_gradient(parameter, m);
       sum = sum.defined() ? sum + g : g;
     }
     total = total.defined() ? total + sum : sum;
@@ -241,7 +242,7 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
   std::vector<std::vector<at::Tensor>> gradients(2);
   std::vector<at::Tensor> means;
   for (size_t p = 0; p < 2; ++p) {
-    for (int m = 0; m < kMicrobatches; ++m) gradients[p].push_back(gradient(p, m));
+    for (int m = 0; m < kMicrobatches; ++m) gradients[p].push_back(shard_gradient(p, m));
     means.push_back(expected_mean(p, shards));
   }
   const int count = replicas, size = degree;
@@ -256,7 +257,7 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
       if (r / size == world->rank() / size) group.push_back(r);
       if (r % size == world->rank() % size) same_shard.push_back(r);
     }
-    const auto sharded = divide(make_parameters(), world->split(group, "shards"));
+    const auto sharded = divide(make_shards(), world->split(group, "shards"));
     ShardedGradients reduced(sharded, {2, 1, 0}, world,
                              world->split(same_shard, "replication group"), options);
     EXPECT_EQ(reduced.buckets().size(), options.bucket_elements < 400 ? 2u : 1u);
@@ -276,7 +277,8 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
         const auto [begin, end] = sharded->owned(p, sharded->group()->rank());
         const auto all = sharded->flat(step == 1 ? means[p] : means[p] + means[p], p);
         const auto want = all.slice(0, begin, end);
-        EXPECT_TRUE(at::equal(sharded->shard(p).grad(), want)) << kNames[p] << " step " << step;
+        EXPECT_TRUE(at::equal(sharded->shard(p).grad(), want))
+            << kShardNames[p] << " step " << step;
       }
       EXPECT_FALSE(sharded->has_gradient(2));
     }
@@ -284,14 +286,14 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, ShardedGradientsTest,
-                         ::testing::Values(Case{2, 2, 2, 1000}, Case{3, 3, 3, 1000},
-                                           Case{4, 2, 4, 1000}, Case{4, 4, 4, 1000},
-                                           Case{4, 2, 4, 300}, Case{4, 2, 12, 300},
-                                           Case{2, 2, 4, 1000}));
+                         ::testing::Values(ShardedCase{2, 2, 2, 1000}, ShardedCase{3, 3, 3, 1000},
+                                           ShardedCase{4, 2, 4, 1000}, ShardedCase{4, 4, 4, 1000},
+                                           ShardedCase{4, 2, 4, 300}, ShardedCase{4, 2, 12, 300},
+                                           ShardedCase{2, 2, 4, 1000}));
 
 TEST(ShardedGradients, AddUpOverSteps) {
   comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
-    const auto sharded = divide(make_parameters(), world);
+    const auto sharded = divide(make_shards(), world);
     ShardedGradientOptions options;
     options.gradient_shards = 2;
     options.backward_passes = 2;
@@ -309,7 +311,7 @@ TEST(ShardedGradients, AddUpOverSteps) {
 
 TEST(ShardedGradients, RefuseSparseGradients) {
   comm::run_ranks(1, [](const comm::CommunicatorPtr& world) {
-    const auto sharded = divide(make_parameters(), world);
+    const auto sharded = divide(make_shards(), world);
     ShardedGradients reduced(sharded, {0, 1, 2}, world, world, {});
     smp::testing::expect_has(smp::testing::error_of<std::exception>([&] {
                                reduced.add(0, 0, at::zeros({15, 30}).to_sparse());
@@ -322,7 +324,7 @@ TEST(ShardedParameters, ARankThatFailsDuringAGatherIsNamed) {
   std::string text;
   smp::testing::error_of<std::exception>([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
-      const auto sharded = divide(make_parameters(), group);
+      const auto sharded = divide(make_shards(), group);
       if (group->rank() == 1) throw Error("out of luck");
       text = smp::testing::error_of<std::exception>([&] {
         sharded->gather(1);
@@ -341,7 +343,7 @@ TEST(ShardedGradients, ARankThatFailsDuringAReductionIsNamed) {
   std::string text;
   smp::testing::error_of<std::exception>([&] {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
-      const auto sharded = divide(make_parameters(), group);
+      const auto sharded = divide(make_shards(), group);
       ShardedGradientOptions options;
       options.gradient_shards = 2;
       ShardedGradients reduced(sharded, {2, 1, 0}, group,

@@ -83,12 +83,14 @@ TEST_F(WriteZoo, Flow) {
   });
 }
 
-const auto sentences = [](int64_t batch) {
+const auto zoo_sentences = [](int64_t batch) {
   return std::make_tuple(ids(stranger::GptImpl::kVocabulary, {batch, stranger::GptImpl::kLength}));
 };
 
-TEST_F(WriteZoo, Gpt) { expect_same_when_loaded("Gpt", stranger::Gpt(false), sentences); }
-TEST_F(WriteZoo, GptTied) { expect_same_when_loaded("GptTied", stranger::Gpt(true), sentences); }
+TEST_F(WriteZoo, Gpt) { expect_same_when_loaded("Gpt", stranger::Gpt(false), zoo_sentences); }
+TEST_F(WriteZoo, GptTied) {
+  expect_same_when_loaded("GptTied", stranger::Gpt(true), zoo_sentences);
+}
 TEST_F(WriteZoo, Translator) {
   expect_same_when_loaded("Translator", stranger::Translator(), [](int64_t batch) {
     // No row begins with padding, which would leave nothing to attend to.

@@ -17,6 +17,7 @@
 #include "graph/checkpointed_segment.h"
 #include "graph/intercept.h"
 #include "graph/layout.h"
+#include "graph/offload_store.h"
 #include "graph/saved_tensors.h"
 #include "graph/split_backward.h"
 #include "tests/graph/checkpointed.h"
@@ -396,6 +397,45 @@ TEST(CheckpointedSegment, PutsWhatItKeepsIntoAStore) {
   EXPECT_EQ(store.prefetches, kBlocks - 1);
   expect_equal(Checkpointed::backward(run), expected, "gradient");
   EXPECT_EQ(store.gets, kBlocks - 1);
+}
+
+/// Operators save lazy conjugates and negatives on memory that shows other numbers.
+struct ConjugatesImpl : torch::nn::Module {
+  ConjugatesImpl() {
+    weight = register_parameter("weight", torch::randn({4}, torch::kComplexFloat));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const auto z = x * weight, y = z.conj() * (z * weight);
+    const auto parts = torch::imag(z.conj()) * torch::real(z);
+    return torch::view_as_real(y * z).square().sum() + parts.square().sum();
+  }
+  torch::Tensor weight;
+};
+TORCH_MODULE(Conjugates);
+
+TEST(CheckpointedSegment, ConjugatesHaveTheBitsOfEagerCode) {
+  torch::manual_seed(1);
+  Conjugates net;
+  const auto batch = [] { return Tensors{torch::randn({3, 4}, torch::kComplexFloat)}; };
+  const Function function = [&](const Tensors& inputs) -> Tensors {
+    const auto loss = net(inputs[0]);
+    backward(loss);
+    return {loss};
+  };
+  expect_eager_bits(*net, {batch(), batch()}, function);
+
+  const Tensors inputs = batch();
+  net->zero_grad();
+  function(inputs);
+  Checkpointed step(*net, inputs, function);
+  for (int length = 1; length <= static_cast<int>(step.operators().size()); ++length) {
+    step.set_regions_of(length);
+    OffloadStore store;
+    auto run = step.forward(inputs, {}, &store);
+    store.wait();
+    const auto gradient = Checkpointed::backward(run).at("weight");
+    EXPECT_TRUE(torch::equal(gradient, net->weight.grad())) << length;
+  }
 }
 
 TEST(CheckpointedSegment, RefusesRegionsThatCannotRunAgain) {

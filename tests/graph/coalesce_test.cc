@@ -74,8 +74,8 @@ TEST(Coalesce, NumbersThatChangeReachAllWhoUseThem) {
   const auto guarded =
       trace(captured.table, slice(inputs, 0, {0}), step, false, {captured.one.get()});
   ASSERT_EQ(guarded.match, captured.one.get());
-  const Replayed got =
-      replay(coalesced.graph, captured.table, inputs, {}, coalesced.constants(guarded.constants));
+  const Replayed got = replay(coalesced.graph, captured.table, inputs, {},
+                              coalesced.map.constants(guarded.constants));
   for (int part = 0; part < kFactor; ++part) {
     const auto expected = body(captured.weights, slice(inputs, part, {0}));
     EXPECT_TRUE(torch::allclose(got.outputs[part], expected, kTolerance, kTolerance));

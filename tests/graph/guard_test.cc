@@ -4,11 +4,11 @@
 namespace smp::graph::testing {
 namespace {
 
-struct NetImpl : torch::nn::Module {
+struct GuardedNetImpl : torch::nn::Module {
   torch::nn::Linear a{nullptr}, b{nullptr};
   torch::nn::BatchNorm1d norm{nullptr};
   torch::nn::Dropout dropout{nullptr};
-  NetImpl() {
+  GuardedNetImpl() {
     a = register_module("a", torch::nn::Linear(6, 8));
     norm = register_module("norm", torch::nn::BatchNorm1d(8));
     b = register_module("b", torch::nn::Linear(8, 3));
@@ -16,7 +16,7 @@ struct NetImpl : torch::nn::Module {
   }
   torch::Tensor forward(torch::Tensor x) { return b(dropout(torch::relu(norm(a(x))))); }
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(GuardedNet);
 
 class Guard : public ::testing::Test {
  protected:
@@ -26,7 +26,7 @@ class Guard : public ::testing::Test {
 
   TensorTable make_table() {
     torch::manual_seed(5);
-    net_ = Net();
+    net_ = GuardedNet();
     return table_of(*net_);
   }
 
@@ -48,7 +48,7 @@ class Guard : public ::testing::Test {
   }
   TraceResult again() { return trace(table_, inputs_, function(), false, {first_.recorded.get()}); }
 
-  Net net_{nullptr};
+  GuardedNet net_{nullptr};
   TensorTable table_;
   Tensors inputs_{torch::randn({4, 6})};
   double loss_weight_ = 1.0;

@@ -254,7 +254,7 @@ TEST_F(LateWrites, OnlyWhatABackwardMayNeedIsCopied) {
 TEST_F(LateWrites, ABufferOfALeafIsNotWrittenAfterBackward) {
   const auto refusal_with = [&](bool late) {
     auto module = std::make_shared<torch::nn::BatchNorm1dImpl>(4);
-    auto net = Net();
+    auto net = NumberNet();
     net->register_module("norm", module);
     const auto table = table_of(*net);
     const auto leaf = [&](const torch::Tensor& x) {

@@ -62,8 +62,8 @@ decltype(auto) call(const char* name, Arguments&&... arguments) {
       std::forward<Arguments>(arguments)...);
 }
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() { weight = register_parameter("weight", torch::randn({4, 4})); }
+struct LibraryNetImpl : torch::nn::Module {
+  LibraryNetImpl() { weight = register_parameter("weight", torch::randn({4, 4})); }
   torch::Tensor forward(torch::Tensor x) {
     using torch::Tensor;
     auto y = torch::matmul(x, weight);
@@ -78,9 +78,9 @@ struct NetImpl : torch::nn::Module {
   }
   torch::Tensor weight;
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(LibraryNet);
 
-Function loss_of(Net& net) {
+Function loss_of(LibraryNet& net) {
   return [&net](const Tensors& in) -> Tensors {
     auto out = net(in[0]);
     auto loss = out.pow(2).mean();
@@ -91,12 +91,12 @@ Function loss_of(Net& net) {
 
 TEST(Library, OperatorsOfExtensionsReplayWithTheirGradients) {
   torch::manual_seed(3);
-  Net net;
+  LibraryNet net;
   expect_replay_equals_eager(*net, {torch::randn({4, 4})}, {torch::randn({4, 4})}, loss_of(net));
 }
 
 TEST(Library, OperatorsOfExtensionsAreSeenWholeWithTheirWrites) {
-  Net net;
+  LibraryNet net;
   const TensorTable table = table_of(*net);
   const Tensors inputs{torch::randn({4, 4})};
   const auto real = trace(table, inputs, loss_of(net));

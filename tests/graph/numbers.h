@@ -9,25 +9,25 @@
 /// Programs around a small model, each compared with plain libtorch.
 namespace smp::graph::testing {
 
-struct NetImpl : torch::nn::Module {
+struct NumberNetImpl : torch::nn::Module {
   torch::nn::Linear fc{nullptr}, out{nullptr};
   torch::Tensor scale;
-  NetImpl() {
+  NumberNetImpl() {
     fc = register_module("fc", torch::nn::Linear(4, 4));
     out = register_module("out", torch::nn::Linear(4, 4));
     scale = register_buffer("scale", torch::ones({4, 4}));
   }
   torch::Tensor forward(torch::Tensor x) { return out(torch::tanh(fc(x))); }
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(NumberNet);
 
 class Numbers : public ::testing::Test {
  protected:
   Numbers() : net_(make_net()), table_(table_of(*net_)) {}
 
-  static Net make_net() {
+  static NumberNet make_net() {
     torch::manual_seed(3);
-    return Net();
+    return NumberNet();
   }
 
   void expect_equals_eager(const Function& function) {
@@ -40,7 +40,7 @@ class Numbers : public ::testing::Test {
     return trace(table_, {x_}, function, false, {first.recorded.get()});
   }
 
-  Net net_;
+  NumberNet net_;
   TensorTable table_;
   torch::Tensor x_ = torch::randn({4, 4});
 };

@@ -32,6 +32,7 @@ uintptr_t misalignment(const at::Tensor& tensor) {
 TEST(OffloadStore, TensorsComeBackAsTheyLay) {
   torch::manual_seed(1);
   const auto base = torch::randn({6, 35});
+  const auto numbers = torch::randn({3, 4}, torch::kComplexFloat);
   const std::vector<at::Tensor> tensors = {
       base,
       base.narrow(1, 3, 5),                 // gaps, and no multiple of 64 bytes
@@ -41,6 +42,8 @@ TEST(OffloadStore, TensorsComeBackAsTheyLay) {
       torch::randn({}),
       torch::zeros({0, 3}),
       base.to(torch::kBFloat16).narrow(0, 1, 2),
+      numbers.conj(),               // shows other numbers than its memory holds
+      torch::imag(numbers.conj()),  // likewise
   };
   OffloadStore store;
   std::vector<std::shared_ptr<StoredTensor>> stored;
@@ -54,6 +57,8 @@ TEST(OffloadStore, TensorsComeBackAsTheyLay) {
     EXPECT_TRUE(torch::equal(back, tensors[i])) << i;
     EXPECT_EQ(back.strides(), tensors[i].strides()) << i;
     EXPECT_EQ(back.scalar_type(), tensors[i].scalar_type()) << i;
+    EXPECT_EQ(back.is_conj(), tensors[i].is_conj()) << i;
+    EXPECT_EQ(back.is_neg(), tensors[i].is_neg()) << i;
     if (back.numel() == 0) continue;
     EXPECT_EQ(misalignment(back), misalignment(tensors[i])) << i;
     EXPECT_FALSE(back.storage().is_alias_of(tensors[i].storage())) << i << " never left";

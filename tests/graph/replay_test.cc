@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "graph/layout.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -516,35 +515,6 @@ TEST(Replay, MeasuresViewsMadeUnderNoGrad) {
   measure_costs(graph, environment_of(graph, table, inputs), {}, traced.checksums, "train");
   EXPECT_TRUE(torch::equal(replay(graph, table, inputs).gradients.at("bias"),
                            inputs[0] * (1 + net->bias.detach())));
-}
-
-TEST(Replay, AlignedCopiesKeepSizesStridesAndValues) {
-  const auto base = torch::randn({9, 7});
-  const auto odd = base.slice(0, 1);  // starts 28 bytes in
-  const auto copy = aligned(odd);
-  EXPECT_EQ(reinterpret_cast<uintptr_t>(copy.data_ptr()) % 64, 0u);
-  EXPECT_EQ(copy.strides(), odd.strides());
-  EXPECT_TRUE(torch::equal(copy, odd));
-  const auto expanded = base.slice(0, 1, 2).slice(1, 1, 2).expand({5, 3});
-  EXPECT_TRUE(torch::equal(aligned(expanded), expanded));
-  EXPECT_EQ(aligned(expanded).strides(), expanded.strides());
-  EXPECT_TRUE(aligned(base).is_same(base));
-}
-
-/// Whether two indices lead to one element.
-TEST(Layout, SaysWhetherATensorOverlapsItself) {
-  const auto overlaps = [](const torch::Tensor& tensor) {
-    return overlaps_itself(tensor.sizes(), tensor.strides());
-  };
-  const auto x = torch::zeros({4, 6});
-  for (const auto& plain :
-       {x, x.t(), x.slice(1, 0, 6, 2), x.select(1, 2), x.unfold(1, 2, 2), x[0].expand({1, 6}),
-        torch::zeros({0, 3}).expand({5, 0, 3}), torch::zeros({})}) {
-    EXPECT_FALSE(overlaps(plain)) << plain.sizes() << plain.strides();
-  }
-  for (const auto& view : {x.unfold(1, 2, 1), x[0].expand({2, 6}), x.as_strided({3, 3}, {2, 2})}) {
-    EXPECT_TRUE(overlaps(view)) << view.sizes() << view.strides();
-  }
 }
 
 }  // namespace

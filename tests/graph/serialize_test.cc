@@ -50,7 +50,7 @@ std::unique_ptr<Graph> captured(Module module, const Tensors& batch) {
   return graph;
 }
 
-void expect_equal(const Graph& a, const Graph& b) {
+void expect_equal_graphs(const Graph& a, const Graph& b) {
   EXPECT_EQ(a.to_string(), b.to_string());
   EXPECT_EQ(a.fingerprint(), b.fingerprint());
   EXPECT_EQ(costs_to_bytes(a), costs_to_bytes(b));
@@ -102,13 +102,13 @@ TEST(Serialize, CapturedGraphsComeBackAndArePlannedTheSame) {
   for (const bool tied : {false, true}) {
     const auto graph = captured(smp::testing::TinyGpt(tied), smp::testing::TinyGptImpl::batch(2));
     const Graph again = reloaded(*graph);
-    expect_equal(*graph, again);
+    expect_equal_graphs(*graph, again);
     expect_same_plans(*graph, again);
   }
   const auto graph =
       captured(smp::testing::TinyConvNet(), {torch::randn({4, 1, 8, 8}), torch::randint(5, {4})});
   const Graph again = reloaded(*graph);
-  expect_equal(*graph, again);
+  expect_equal_graphs(*graph, again);
   expect_same_plans(*graph, again);
   EXPECT_EQ(graph_to_json(*graph), graph_to_json(again));
 }
@@ -118,7 +118,7 @@ TEST(Serialize, FilesComeBack) {
   GraphBuilder b;
   b.output(b.op("aten::relu", {b.input(torch::ones({2, 2}))}));
   save_graph(b.graph(), path);
-  expect_equal(b.graph(), load_graph(path).graph);
+  expect_equal_graphs(b.graph(), load_graph(path).graph);
   std::filesystem::remove(path);
 }
 
@@ -128,7 +128,7 @@ TEST(Serialize, OptimizerStatesComeBack) {
   const std::map<std::string, double> state = {{"a.weight", 2}, {"b \"c\"", 0.5}};
   const std::string text = graph_to_json(b.graph(), state);
   EXPECT_EQ(saved_graph_from_json(text, "text").optimizer_state, state);
-  expect_equal(b.graph(), saved_graph_from_json(text, "text").graph);
+  expect_equal_graphs(b.graph(), saved_graph_from_json(text, "text").graph);
   EXPECT_TRUE(saved_graph_from_json(graph_to_json(b.graph()), "text").optimizer_state.empty());
   const std::map<double, std::string> refused = {{-1, "-1.0"}, {1e7, "10000000.0"}};
   for (const auto& [factor, shown] : refused) {
@@ -161,7 +161,7 @@ TEST(Serialize, EveryKindOfConstant) {
        {x, c10::IValue(static_cast<int64_t>(at::kDouble)), c10::IValue(),
         c10::IValue(at::Device("cpu")), c10::IValue(), c10::IValue(false), c10::IValue()});
   b.op("aten::reshape", {b.op("aten::sum", {x, c10::IValue()}), c10::IValue(c10::List<int64_t>())});
-  expect_equal(b.graph(), reloaded(b.graph()));
+  expect_equal_graphs(b.graph(), reloaded(b.graph()));
 }
 
 TEST(Serialize, ModesListsAndUndefinedTensors) {
@@ -193,7 +193,7 @@ TEST(Serialize, ModesListsAndUndefinedTensors) {
   b.output(x);
   b.backward(parts, x);
   b.graph().roots.back().mode.autocast_cpu = true;
-  expect_equal(b.graph(), reloaded(b.graph()));
+  expect_equal_graphs(b.graph(), reloaded(b.graph()));
 }
 
 TEST(Serialize, ContentsOfConstantsAreLeftOutTheirSizesKept) {

@@ -20,7 +20,7 @@ namespace {
 namespace F = torch::nn::functional;
 using Tensors = std::vector<torch::Tensor>;
 
-struct Part {
+struct FusedPart {
   torch::Tensor input;  // from another stage
   Tensors weights;
   std::function<torch::Tensor(const torch::Tensor& x, const Tensors& weights)> forward;
@@ -29,7 +29,7 @@ struct Part {
 /// A forward of the part, whose gradients end in sinks; and where its backward starts.
 class Run {
  public:
-  explicit Run(const Part& part) {
+  explicit Run(const FusedPart& part) {
     const auto x = enter(part.input, input);
     for (const auto& weight : part.weights) {
       sinks.push_back(core::make_node<GradientSink>());
@@ -53,7 +53,7 @@ class Run {
 /// Buffers that hold something already, and the gradients added to them or sent to the sinks.
 class Sums {
  public:
-  explicit Sums(const Part& part) {
+  explicit Sums(const FusedPart& part) {
     for (const auto& weight : part.weights) buffers.push_back(torch::ones_like(weight));
   }
   std::vector<WeightBuffer> of(const Run& run) const {
@@ -70,7 +70,7 @@ class Sums {
   Tensors buffers;
 };
 
-void expect_gradients(const Part& part, const Run& run, const Sums& sums, const Run& plain) {
+void expect_gradients(const FusedPart& part, const Run& run, const Sums& sums, const Run& plain) {
   EXPECT_TRUE(torch::equal(run.input->gradient, plain.input->gradient));
   for (size_t i = 0; i < part.weights.size(); ++i) {
     EXPECT_TRUE(torch::allclose(sums.gradient(run, i), plain.sinks[i]->gradient, 1e-12, 1e-12))
@@ -79,7 +79,7 @@ void expect_gradients(const Part& part, const Run& run, const Sums& sums, const 
 }
 
 /// In one part and in two; `products` gradients must have gone to buffers.
-void expect_fused(const Part& part, size_t products) {
+void expect_fused_products(const FusedPart& part, size_t products) {
   const Run plain(part);
   run_backward(plain.starts, plain.gradients);
 
@@ -116,67 +116,68 @@ class WeightFusionTest : public ::testing::Test {
 };
 
 TEST_F(WeightFusionTest, LinearLayersWithAndWithoutBias) {
-  expect_fused({randn({5, 8}),
-                {weight({16, 8}), weight({16}), weight({4, 16})},
-                [](const torch::Tensor& x, const Tensors& w) {
-                  return F::linear(torch::gelu(F::linear(x, w[0], w[1])), w[2]);
-                }},
-               2);
+  expect_fused_products({randn({5, 8}),
+                         {weight({16, 8}), weight({16}), weight({4, 16})},
+                         [](const torch::Tensor& x, const Tensors& w) {
+                           return F::linear(torch::gelu(F::linear(x, w[0], w[1])), w[2]);
+                         }},
+                        2);
 }
 
 TEST_F(WeightFusionTest, BatchesOfSequences) {
-  expect_fused({randn({2, 5, 8}),
-                {weight({16, 8}), weight({16}), weight({4, 16})},
-                [](const torch::Tensor& x, const Tensors& w) {
-                  return F::linear(torch::tanh(F::linear(x, w[0], w[1])), w[2]);
-                }},
-               2);
+  expect_fused_products({randn({2, 5, 8}),
+                         {weight({16, 8}), weight({16}), weight({4, 16})},
+                         [](const torch::Tensor& x, const Tensors& w) {
+                           return F::linear(torch::tanh(F::linear(x, w[0], w[1])), w[2]);
+                         }},
+                        2);
 }
 
 TEST_F(WeightFusionTest, WeightThatIsNotTransposed) {
-  expect_fused({randn({5, 8}),
-                {weight({8, 3})},
-                [](const torch::Tensor& x, const Tensors& w) { return x.mm(w[0]); }},
-               1);
+  expect_fused_products({randn({5, 8}),
+                         {weight({8, 3})},
+                         [](const torch::Tensor& x, const Tensors& w) { return x.mm(w[0]); }},
+                        1);
 }
 
 TEST_F(WeightFusionTest, FactorOfAddmm) {
-  expect_fused({randn({5, 8}),
-                {weight({8, 3}), weight({3})},
-                [](const torch::Tensor& x, const Tensors& w) {
-                  return torch::addmm(w[1], x, w[0], /*beta=*/0.5, /*alpha=*/-2);
-                }},
-               1);
+  expect_fused_products({randn({5, 8}),
+                         {weight({8, 3}), weight({3})},
+                         [](const torch::Tensor& x, const Tensors& w) {
+                           return torch::addmm(w[1], x, w[0], /*beta=*/0.5, /*alpha=*/-2);
+                         }},
+                        1);
 }
 
 TEST_F(WeightFusionTest, WeightThatIsUsedInSeveralWays) {
-  expect_fused({randn({8, 8}),
-                {weight({8, 8})},
-                [](const torch::Tensor& x, const Tensors& w) {
-                  return F::linear(F::linear(x, w[0]) + w[0], w[0]) * w[0].sin();
-                }},
-               2);
+  expect_fused_products({randn({8, 8}),
+                         {weight({8, 8})},
+                         [](const torch::Tensor& x, const Tensors& w) {
+                           return F::linear(F::linear(x, w[0]) + w[0], w[0]) * w[0].sin();
+                         }},
+                        2);
 }
 
 TEST_F(WeightFusionTest, EmbeddingTiedToTheHead) {
   const auto tokens = torch::tensor({{1, 3, 3}, {0, 2, 3}});
   for (const int64_t padding : {-1, 3}) {
-    expect_fused({randn({2, 3, 4}),
-                  {weight({5, 4})},
-                  [=](const torch::Tensor& x, const Tensors& w) {
-                    return F::linear(torch::embedding(w[0], tokens, padding) + x, w[0]);
-                  }},
-                 2);
+    expect_fused_products({randn({2, 3, 4}),
+                           {weight({5, 4})},
+                           [=](const torch::Tensor& x, const Tensors& w) {
+                             return F::linear(torch::embedding(w[0], tokens, padding) + x, w[0]);
+                           }},
+                          2);
   }
 }
 
 TEST_F(WeightFusionTest, LeavesOtherWaysToWeightsAlone) {
-  expect_fused({randn({2, 3, 8, 8}),
-                {weight({4, 3, 3, 3}), weight({4}), weight({8})},
-                [](const torch::Tensor& x, const Tensors& w) {
-                  return torch::conv2d(x, w[0], w[1]).sum({2, 3}).matmul(w[2].view({4, 2}));
-                }},
-               0);
+  expect_fused_products(
+      {randn({2, 3, 8, 8}),
+       {weight({4, 3, 3, 3}), weight({4}), weight({8})},
+       [](const torch::Tensor& x, const Tensors& w) {
+         return torch::conv2d(x, w[0], w[1]).sum({2, 3}).matmul(w[2].view({4, 2}));
+       }},
+      0);
 }
 
 }  // namespace

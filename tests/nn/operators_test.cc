@@ -35,7 +35,7 @@ Tensor sum_of(const Tensors& terms) {
 }
 
 /// Each rank's result and gradient, from each rank's argument and the gradient of its result.
-struct Case {
+struct OperatorCase {
   std::string name;
   std::vector<int64_t> sizes;  ///< sizes of each rank's argument
   std::function<Tensor(const Tensor&)> run;
@@ -52,8 +52,8 @@ Tensor exchanged(const Tensors& x, int64_t split_dim, int64_t join_dim, int rank
   return torch::cat(received, join_dim);
 }
 
-std::vector<Case> cases(int ranks) {
-  std::vector<Case> all;
+std::vector<OperatorCase> cases(int ranks) {
+  std::vector<OperatorCase> all;
   all.push_back({"tp_copy",
                  {3, 5},
                  [](auto& x) { return call("smp::tp_copy", x); },
@@ -113,7 +113,7 @@ TEST(Operators, ForwardAndBackwardAreThoseOfOneProcess) {
   torch::manual_seed(1);
   for (const int ranks : {1, 2, 4}) {
     for (const auto dtype : {torch::kDouble, torch::kFloat, torch::kBFloat16}) {
-      for (const Case& test : cases(ranks)) {
+      for (const OperatorCase& test : cases(ranks)) {
         Tensors arguments, results(ranks), gradients(ranks), expected;
         for (int r = 0; r < ranks; ++r) {
           arguments.push_back(test.same && r > 0 ? arguments[0].clone()

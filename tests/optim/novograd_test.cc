@@ -19,7 +19,7 @@ using namespace testing;
 using ::testing::HasSubstr;
 
 /// Arithmetic of one parameter, number by number, as apex's FusedNovoGrad documents it.
-struct Reference {
+struct NovoGradReference {
   Numbers x, m = Numbers(x.size());
   double n = 0;
   int step = 0;
@@ -50,7 +50,7 @@ struct Reference {
 };
 
 void expect_follows_the_formula(const NovoGradOptions& options, torch::Dtype dtype, double bound) {
-  std::vector<Reference> references{{draw(7, 1)}, {draw(40, 2)}};
+  std::vector<NovoGradReference> references{{draw(7, 1)}, {draw(40, 2)}};
   std::vector<torch::Tensor> params;
   for (const auto& reference : references) {
     params.push_back(to_tensor(reference.x, dtype).requires_grad_());

@@ -7,9 +7,12 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "graph/device_properties.h"
 #include "graph/flops.h"
 #include "partitioner/complete.h"
 #include "partitioner/cost.h"
@@ -216,6 +219,66 @@ TEST(CostModel, KnowsGpusByName) {
   EXPECT_GT(CostModel::of_gpu("h200")->compute.bytes_per_us,
             CostModel::of_gpu("h100")->compute.bytes_per_us);
   EXPECT_FALSE(CostModel::of_gpu("costs.json"));
+}
+
+/// Numbers of a GPU as its driver gives them.
+graph::DeviceProperties gpu(int capability, int multiprocessors, int mhz, int memory_mhz,
+                            int bus_bits) {
+  return {/*is_geforce=*/false, capability, multiprocessors, mhz * 1e3,
+          memory_mhz * 1e3,     bus_bits};
+}
+
+/// The formula against data sheets, which it does not read.
+TEST(CostModel, OfAGpuByWhatItSaysOfItselfIsThatOfItsDataSheet) {
+  const std::vector<std::pair<std::string, graph::DeviceProperties>> gpus = {
+      {"t4", gpu(75, 40, 1590, 5001, 256)},     {"v100", gpu(70, 80, 1530, 877, 4096)},
+      {"a10", gpu(86, 72, 1695, 6251, 384)},    {"l4", gpu(89, 58, 2040, 6251, 192)},
+      {"l40s", gpu(89, 142, 2520, 9001, 384)},  {"a100", gpu(80, 108, 1410, 1593, 5120)},
+      {"h100", gpu(90, 132, 1980, 2619, 5120)}, {"h200", gpu(90, 132, 1980, 3201, 6144)},
+      {"b200", gpu(100, 148, 1965, 3996, 8192)}};
+  EXPECT_EQ(gpus.size(), gpu_names().size());
+  for (const auto& [name, properties] : gpus) {
+    const auto formula = CostModel::of_gpu(properties), sheet = CostModel::of_gpu(name);
+    ASSERT_TRUE(formula && sheet) << name;
+    const auto expect_near = [&name = name](double got, double expected) {
+      EXPECT_NEAR(got / expected, 1, 0.1) << name;
+    };
+    expect_near(formula->compute.bytes_per_us, sheet->compute.bytes_per_us);
+    expect_near(formula->compute.flops_per_us, sheet->compute.flops_per_us);
+    expect_near(formula->compute.half_flops_per_us, sheet->compute.half_flops_per_us);
+    EXPECT_EQ(formula->compute.call_us, sheet->compute.call_us);
+    EXPECT_EQ(formula->links, sheet->links);
+  }
+}
+
+/// NVIDIA's figures of an RTX 4090: 1,008 GB/s, 82.6 and 165 TFLOP/s.
+TEST(CostModel, OfAGpuForGamesAddsInHalfTheSpeed) {
+  auto properties = gpu(89, 128, 2520, 10501, 384);
+  properties.is_geforce = true;
+  const auto costs = CostModel::of_gpu(properties);
+  ASSERT_TRUE(costs);
+  EXPECT_NEAR(costs->compute.bytes_per_us, 0.64 * 1.008e6, 1e3);
+  EXPECT_NEAR(costs->compute.flops_per_us, 0.72 * 82.6e6, 1e5);
+  EXPECT_NEAR(costs->compute.half_flops_per_us, 0.64 * 165e6, 1e6);
+}
+
+TEST(CostModel, OfADeviceIsWhatItSaysOfItselfOrAnA100s) {
+  const c10::Device device(c10::DeviceType::PrivateUse1, 1);
+  EXPECT_EQ(CostModel::of_device(at::kCPU), CostModel());
+  EXPECT_EQ(CostModel::of_device(device), *CostModel::of_gpu("a100")) << "it says nothing";
+  graph::DeviceProperties said = gpu(90, 132, 1980, 3201, 6144);
+  graph::register_device_properties(
+      device.type(), [&](c10::Device asked) -> std::optional<graph::DeviceProperties> {
+        if (asked.index() > 1) return std::nullopt;
+        return said;
+      });
+  EXPECT_EQ(CostModel::of_device(device), *CostModel::of_gpu(said));
+  EXPECT_FALSE(CostModel::of_device(device) == *CostModel::of_gpu("a100"));
+  EXPECT_EQ(CostModel::of_device(c10::Device(device.type(), 2)), *CostModel::of_gpu("a100"))
+      << "there is no such device";
+  said.memory_khz = 0;
+  EXPECT_EQ(CostModel::of_device(device), *CostModel::of_gpu("a100")) << "a number is missing";
+  graph::register_device_properties(device.type(), [](c10::Device) { return std::nullopt; });
 }
 
 }  // namespace

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "partitioner/pins.h"
 
-#include <ATen/ops/ones.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "partitioner/partition.h"
 #include "partitioner/stage_list.h"
 #include "tests/error_of.h"
-#include "tests/partitioner/graph_builder.h"
+#include "tests/partitioner/chain.h"
 
 namespace smp::partitioner::testing {
 namespace {
@@ -16,8 +15,6 @@ namespace {
 using smp::testing::error_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-
-at::Tensor ones(int64_t rows, int64_t columns) { return at::ones({rows, columns}); }
 
 /// Layers "fc0" to "fc<n-1>", each t, matmul and a relu; then a mean. Operator 3 i is the first of
 /// layer i.

@@ -229,10 +229,12 @@ TEST(Predict, TimeAndMemoryByFormula) {
 TEST(Predict, MicrobatchesInFlight) {
   const auto simple = StepModel(8).interleaved(false);
   const auto interleaved = StepModel(8).active_microbatches(6);
+  const auto split = StepModel(8).active_microbatches(6).splits(true);
   for (int stage = 0; stage < 4; ++stage) {
     EXPECT_EQ(microbatches_in_flight(simple, true, stage, 4), 8);
     EXPECT_EQ(microbatches_in_flight(interleaved, true, stage, 4),
               (std::vector<int>{6, 5, 3, 1})[stage]);
+    EXPECT_EQ(microbatches_in_flight(split, true, stage, 4), 6);
     EXPECT_EQ(microbatches_in_flight(interleaved, false, stage, 4), 0);
   }
 }

@@ -22,15 +22,15 @@ using smp::testing::error_or_none;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-at::Tensor ones(int64_t rows, int64_t columns) { return at::ones({rows, columns}); }
+at::Tensor unit_costs(int64_t rows, int64_t columns) { return at::ones({rows, columns}); }
 
 // ---- Cost ------------------------------------------------------------------------------------
 
 TEST(Cost, SharesOfMemoryAndTime) {
   GraphBuilder b;
-  Ref x = b.input(ones(2, 4));
+  Ref x = b.input(unit_costs(2, 4));
   for (const char* name : {"w0", "w1"}) {
-    const Ref transposed = b.op("aten::t", {b.parameter(name, ones(4, 4))});  // 64 bytes
+    const Ref transposed = b.op("aten::t", {b.parameter(name, unit_costs(4, 4))});  // 64 bytes
     x = b.op("aten::matmul", {x, transposed});
     b.cost(10, 20);
   }
@@ -51,7 +51,7 @@ TEST(Cost, SharesOfMemoryAndTime) {
 TEST(Cost, TotalsOfZero) {
   GraphBuilder b;
   b.grad_mode = false;
-  Ref x = b.op("aten::relu", {b.input(ones(2, 2))});
+  Ref x = b.op("aten::relu", {b.input(unit_costs(2, 2))});
   b.output(b.op("aten::relu", {x}));
   EXPECT_THAT(operator_costs(b.graph(), 0.5), ElementsAre(0.5, 0.5));
   b.graph().operators[0].cost.forward_us = 3;
@@ -60,8 +60,8 @@ TEST(Cost, TotalsOfZero) {
 
 TEST(Cost, ATiedWeightCountsOnce) {
   GraphBuilder b;
-  const Ref w = b.parameter("w", ones(2, 2));
-  const Ref x = b.op("aten::matmul", {b.input(ones(2, 2)), w});
+  const Ref w = b.parameter("w", unit_costs(2, 2));
+  const Ref x = b.op("aten::matmul", {b.input(unit_costs(2, 2)), w});
   b.output(b.op("aten::matmul", {x, w}));
   EXPECT_THAT(parameter_bytes(b.graph()), ElementsAre(16, 0));
 }
@@ -70,8 +70,8 @@ TEST(Cost, EstimatesFromAMeasuredGraphAndFromBytes) {
   const auto build = [](int64_t rows, bool more) {
     GraphBuilder b;
     b.scope = "fc";
-    const Ref w = b.parameter("fc.weight", ones(4, 4));
-    Ref x = b.op("aten::matmul", {b.input(ones(rows, 4)), w});
+    const Ref w = b.parameter("fc.weight", unit_costs(4, 4));
+    Ref x = b.op("aten::matmul", {b.input(unit_costs(rows, 4)), w});
     b.cost(10, 20, 1000);
     x = b.op("aten::relu", {x});
     b.cost(1, 2, 100);
@@ -104,14 +104,14 @@ struct Verified : ::testing::Test {
   Ref skip, tied;
 
   void SetUp() override {
-    tied = b.parameter("tied", ones(2, 2));
-    const Ref count = b.buffer("count", ones(2, 2));
-    skip = b.op("aten::matmul", {b.input(ones(2, 2)), tied});  // 0: stage 0
-    Ref x = b.op("aten::relu", {skip});                        // 1: stage 1
-    b.op("aten::add_.Scalar", {count, 1, 1});                  // 2: stage 1
-    x = b.op("aten::add.Tensor", {x, count, 1});               // 3: stage 1
-    x = b.op("aten::add.Tensor", {x, skip, 1});                // 4: stage 2
-    x = b.op("aten::matmul", {x, tied});                       // 5: stage 2
+    tied = b.parameter("tied", unit_costs(2, 2));
+    const Ref count = b.buffer("count", unit_costs(2, 2));
+    skip = b.op("aten::matmul", {b.input(unit_costs(2, 2)), tied});  // 0: stage 0
+    Ref x = b.op("aten::relu", {skip});                              // 1: stage 1
+    b.op("aten::add_.Scalar", {count, 1, 1});                        // 2: stage 1
+    x = b.op("aten::add.Tensor", {x, count, 1});                     // 3: stage 1
+    x = b.op("aten::add.Tensor", {x, skip, 1});                      // 4: stage 2
+    x = b.op("aten::matmul", {x, tied});                             // 5: stage 2
     b.backward(x);
     b.output(x);
     plan = complete_plan(b.graph(), one_stage_per_rank(3), {0, 1, 1, 1, 2, 2}, {});
@@ -208,10 +208,10 @@ TEST_F(Verified, ARankThatRunsTwoStages) {
 /// Gradients travel to earlier stages: an owner's later stage will not do.
 TEST(CompletePlan, AFixedOwnerComesBeforeEveryReaderWithAGradient) {
   GraphBuilder b;
-  const Ref w = b.parameter("w", ones(2, 2));
-  Ref x = b.op("aten::relu", {b.input(ones(2, 2))});  // 0: stage 0 on rank 1
-  x = b.op("aten::matmul", {x, w});                   // 1: stage 1 on rank 0
-  x = b.op("aten::matmul", {x, w});                   // 2: stage 2 on rank 1
+  const Ref w = b.parameter("w", unit_costs(2, 2));
+  Ref x = b.op("aten::relu", {b.input(unit_costs(2, 2))});  // 0: stage 0 on rank 1
+  x = b.op("aten::matmul", {x, w});                         // 1: stage 1 on rank 0
+  x = b.op("aten::matmul", {x, w});                         // 2: stage 2 on rank 1
   b.backward(x);
   Plan plan = complete_plan(b.graph(), {1, 0, 1}, {0, 1, 2}, {{"w", 1}});
   EXPECT_EQ(plan.owner.at("w"), 0) << "not stage 2, which reads it after stage 1";
@@ -225,8 +225,8 @@ TEST(CompletePlan, AFixedOwnerComesBeforeEveryReaderWithAGradient) {
 /// others does.
 TEST(CompletePlan, ABackwardStartsAfterTheLastUseOfItsRoot) {
   GraphBuilder b;
-  const Ref w = b.parameter("w", ones(2, 2));
-  const Ref in = b.input(ones(2, 2));
+  const Ref w = b.parameter("w", unit_costs(2, 2));
+  const Ref in = b.input(unit_costs(2, 2));
   const Ref hidden = b.op("aten::matmul", {in, w});  // 0: stage 0
   const Ref loss = b.op("aten::tanh", {hidden});     // 1: stage 1
   b.op("aten::detach", {hidden});                    // 2: stage 2
@@ -249,8 +249,8 @@ struct Masked : ::testing::Test {
   Ref mask;
 
   void build(double mask_us) {
-    const Ref w = b.parameter("w", ones(64, 64));
-    const Ref in = b.input(ones(64, 64));
+    const Ref w = b.parameter("w", unit_costs(64, 64));
+    const Ref in = b.input(unit_costs(64, 64));
     mask = b.op("aten::gt.Scalar", {in, 0});  // 0
     b.cost(mask_us, 0);
     mask = b.op("aten::logical_not", {mask});  // 1

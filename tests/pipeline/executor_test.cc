@@ -16,6 +16,7 @@
 #include "dp/step_gradients.h"
 #include "pipeline/generators.h"
 #include "pipeline/gradient_sums.h"
+#include "tests/error_of.h"
 
 namespace smp::pipeline {
 namespace {
@@ -115,25 +116,40 @@ class Notes final : public Observer {
   std::string text;
 };
 
-TEST(Executor, DoesTheListAndReturnsResults) {
-  const TwoStages two;
-  const auto pool = std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front());
-  Executor executor(two.schedule(), two.graph, {two.edge}, pool, /*ahead=*/1);
-  for (const int stage : {0, 1}) {
-    executor.add_stage(std::make_unique<Stage>(two.graph, two.plan, executor.edges(), stage,
-                                               kMicrobatches, graph::TensorTable()));
+/// Both stages on one rank, and the operands of a step.
+class TwoStagesTest : public ::testing::Test {
+ protected:
+  TwoStagesTest() {
+    for (const int stage : {0, 1}) {
+      executor_.add_stage(std::make_unique<Stage>(two_.graph, two_.plan, executor_.edges(), stage,
+                                                  kMicrobatches, graph::TensorTable()));
+    }
+    for (int m = 0; m < kMicrobatches; ++m) {
+      step_.inputs.push_back({at::zeros({1}), at::ones({1}) * (m + 3)});
+    }
+    step_.keys.resize(kMicrobatches);
+    step_.gradients = &sums_;
   }
-  GradientSums sums;
+
+  std::string error_of_run() {
+    return testing::error_of([&] { executor_.run(step_); });
+  }
+
+  const TwoStages two_;
+  Executor executor_{two_.schedule(),
+                     two_.graph,
+                     {two_.edge},
+                     std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front()),
+                     /*ahead=*/1};
+  GradientSums sums_;
+  Executor::Step step_;
+};
+
+TEST_F(TwoStagesTest, ARankDoesItsListAndReturnsResults) {
   Notes notes;
-  Executor::Step step;
-  for (int m = 0; m < kMicrobatches; ++m) {
-    step.inputs.push_back({at::zeros({1}), at::ones({1}) * (m + 3)});
-  }
-  step.keys.resize(kMicrobatches);
-  step.gradients = &sums;
-  step.keeps_losses = true;
-  step.observers = {&notes};
-  const StepResults results = executor.run(step);
+  step_.keeps_losses = true;
+  step_.observers = {&notes};
+  const StepResults results = executor_.run(step_);
   EXPECT_EQ(notes.text,
             "[ 0:0F0. 1:1F0. 2:0F1. 3:1F1. 4:1B0. 5:0B0. 6:1B1. 7:1REDUCE 8:0B1. 9:0REDUCE ]");
   ASSERT_EQ(results.outputs.size(), 2u);
@@ -145,6 +161,22 @@ TEST(Executor, DoesTheListAndReturnsResults) {
     EXPECT_EQ(results.losses[m].microbatch, m);
     EXPECT_EQ(results.losses[m].value.item<float>(), m + 3);
   }
+}
+
+TEST_F(TwoStagesTest, AForwardThatIsNotInTheListIsSeen) {
+  StepResults results;
+  executor_.stage(0).forward(/*microbatch=*/1, step_.inputs[1], {}, results);
+  const std::string error = error_of_run();
+  EXPECT_NE(error.find("stage 0 has run the forward of microbatch 1 already"), std::string::npos)
+      << error;
+}
+
+TEST_F(TwoStagesTest, AMessageThatNoActionTakesIsSeen) {
+  // It changes places with the gradient of stage 1.
+  executor_.stage(0).gradients(/*microbatch=*/1, /*edge=*/0).push_back(at::ones({1}));
+  const std::string error = error_of_run();
+  EXPECT_NE(error.find("stage 1 has a message of microbatch 1 after the step"), std::string::npos)
+      << error;
 }
 
 /// Notes which buckets start.

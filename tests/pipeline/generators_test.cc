@@ -181,7 +181,8 @@ TEST(Formulas, OneForwardOneBackward) {
   with_each("1f1b", any, [](const Simulation& simulation, const ScheduleOptions& options) {
     const int p = options.ranks();
     expect_idle(simulation, options, 3 * (p - 1));
-    EXPECT_EQ(simulation.peak_in_flight, by_stage(options, [&](int r) { return p - r; }));
+    EXPECT_EQ(peak_in_flight(simulation, options.stages()),
+              by_stage(options, [&](int r) { return p - r; }));
   });
 }
 
@@ -190,7 +191,8 @@ TEST(Formulas, EagerOneForwardOneBackward) {
   with_each("eager_1f1b", any, [](const Simulation& simulation, const ScheduleOptions& options) {
     const int p = options.ranks();
     expect_idle(simulation, options, 3 * (p - 1));
-    EXPECT_EQ(simulation.peak_in_flight, by_stage(options, [&](int r) { return 2 * (p - r) - 1; }));
+    EXPECT_EQ(peak_in_flight(simulation, options.stages()),
+              by_stage(options, [&](int r) { return 2 * (p - r) - 1; }));
   });
 }
 
@@ -231,8 +233,9 @@ TEST(Formulas, ZeroBubbleH1) {
   with_each("zb_h1", p_or_more, [](const Simulation& simulation, const ScheduleOptions& options) {
     const int p = options.ranks();
     expect_idle(simulation, options, p - 1);
-    EXPECT_EQ(simulation.peak_in_flight, by_stage(options, [&](int) { return p; }));
-    EXPECT_EQ(simulation.peak_before_input_gradients,
+    EXPECT_EQ(peak_in_flight(simulation, options.stages()),
+              by_stage(options, [&](int) { return p; }));
+    EXPECT_EQ(peak_in_flight(simulation, options.stages(), &Action::makes_input_gradients),
               by_stage(options, [&](int r) { return p - r; }));
   });
 }
@@ -245,8 +248,9 @@ TEST(Formulas, ZeroBubbleH2) {
     const int p = options.ranks();
     expect_idle(simulation, options, p - 1);
     EXPECT_EQ(simulation.span, same_on_all(options, 3 * options.microbatches()));
-    EXPECT_EQ(simulation.peak_in_flight, by_stage(options, [&](int) { return 2 * p - 1; }));
-    EXPECT_EQ(simulation.peak_before_input_gradients,
+    EXPECT_EQ(peak_in_flight(simulation, options.stages()),
+              by_stage(options, [&](int) { return 2 * p - 1; }));
+    EXPECT_EQ(peak_in_flight(simulation, options.stages(), &Action::makes_input_gradients),
               by_stage(options, [&](int r) { return 2 * (p - r) - 1; }));
   });
 }

@@ -232,19 +232,6 @@ class Mutator {
   std::mt19937 random_;
 };
 
-ScheduleOptions pipeline_for(const ScheduleKind& kind) {
-  switch (kind.placement) {
-    case Placement::kVShaped:
-      return ScheduleOptions::v_shaped(2, 4);
-    case Placement::kOnePerRank:
-      return {3, 4};
-    case Placement::kLooped:
-      return ScheduleOptions::looped(2, 2, 4);
-    default:
-      return ScheduleOptions(4, 3).ranks(3).rank_of_stage({0, 1, 0, 2}).edges(all_pairs(4));
-  }
-}
-
 TEST(Mutations, AreRejectedWithTheReasonOrStillRight) {
   Mutator mutator(20261121);
   for (const auto& kind : schedule_kinds()) {

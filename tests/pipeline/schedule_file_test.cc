@@ -15,18 +15,6 @@
 namespace smp::pipeline {
 namespace {
 
-/// One pipeline that each kind can be made for.
-ScheduleOptions pipeline_for(const ScheduleKind& kind) {
-  switch (kind.placement) {
-    case Placement::kVShaped:
-      return ScheduleOptions::v_shaped(2, 4);
-    case Placement::kOnePerRank:
-      return {3, 4};
-    default:
-      return ScheduleOptions::looped(2, 2, 4);
-  }
-}
-
 std::string csv_error(const std::string& text) {
   return error_of([&] { schedule_from_csv(text, "s.csv"); });
 }

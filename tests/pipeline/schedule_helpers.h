@@ -3,11 +3,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "pipeline/generators.h"
 #include "pipeline/schedule.h"
+#include "pipeline/simulator.h"
 #include "pipeline/verifier.h"
 #include "tests/error_of.h"
 
@@ -40,6 +42,41 @@ inline std::vector<StageEdge> all_pairs(int stages) {
 
 inline Schedule lowered(Generator generator, const ScheduleOptions& options) {
   return lower(generator(options), options.edges());
+}
+
+/// One pipeline that a kind can be made for.
+inline ScheduleOptions pipeline_for(const ScheduleKind& kind) {
+  switch (kind.placement) {
+    case Placement::kVShaped:
+      return ScheduleOptions::v_shaped(2, 4);
+    case Placement::kOnePerRank:
+      return {3, 4};
+    case Placement::kLooped:
+      return ScheduleOptions::looped(2, 2, 4);
+    default:
+      return ScheduleOptions(4, 3).ranks(3).rank_of_stage({0, 1, 0, 2}).edges(all_pairs(4));
+  }
+}
+
+/// The most microbatches of each stage at one time, from their forward to the action that `ends`
+/// them.
+inline std::vector<int> peak_in_flight(const Simulation& simulation, int stages,
+                                       bool (Action::*ends)()
+                                           const = &Action::makes_weight_gradients) {
+  std::vector<int> now(static_cast<size_t>(stages), 0);
+  std::vector<int> peak = now;
+  for (const auto& timeline : simulation.timeline) {
+    for (const auto& timed : timeline) {
+      const auto stage = static_cast<size_t>(timed.action.stage);
+      if (timed.action.kind == Action::Kind::kForward) {
+        peak[stage] = std::max(peak[stage], ++now[stage]);
+      }
+      if ((timed.action.*ends)()) {
+        --now[stage];
+      }
+    }
+  }
+  return peak;
 }
 
 /// A schedule with one stage for each rank, from the actions of each rank.

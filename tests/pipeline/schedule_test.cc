@@ -215,7 +215,8 @@ TEST(Exhaustive, SimpleIsVerifiedAndMatchesTheFormulas) {
     EXPECT_EQ(parse_schedule(to_string(schedule)), schedule);
     const auto run = simulate(schedule, options.edges(), StageCosts::unit(stages));
     EXPECT_EQ(run.makespan, 2 * (microbatches + stages - 1));
-    EXPECT_EQ(run.peak_in_flight, std::vector<int>(static_cast<size_t>(stages), microbatches));
+    EXPECT_EQ(peak_in_flight(run, stages),
+              std::vector<int>(static_cast<size_t>(stages), microbatches));
     EXPECT_EQ(run.idle, std::vector<double>(static_cast<size_t>(stages), 2 * (stages - 1)));
     EXPECT_DOUBLE_EQ(run.bubble(), (stages - 1.0) / (microbatches + stages - 1.0));
   });
@@ -226,9 +227,11 @@ TEST(Exhaustive, ForwardOnlyIsVerifiedAndMatchesTheFormula) {
     const auto schedule = lowered(forward_only, options);
     verify(schedule, options.edges());
     EXPECT_EQ(parse_schedule(to_string(schedule)), schedule);
-    const auto run = simulate(schedule, options.edges(), StageCosts::unit(options.stages()));
+    auto costs = StageCosts::unit(options.stages());
+    costs.kept.assign(static_cast<size_t>(options.stages()), 1);
+    const auto run = simulate(schedule, options.edges(), costs);
     EXPECT_EQ(run.makespan, options.microbatches() + options.stages() - 1);
-    EXPECT_EQ(run.peak_in_flight, std::vector<int>(static_cast<size_t>(options.stages()), 0));
+    EXPECT_EQ(run.peak_memory, std::vector<double>(static_cast<size_t>(options.ranks()), 0));
   });
 }
 
@@ -252,8 +255,9 @@ TEST(Exhaustive, InterleavedIsVerifiedAndMatchesTheFormulas) {
       EXPECT_EQ(run.makespan, 2 * (microbatches + stages - 1));
     }
     // Until its first backward, a stage has 2 (stages - stage) - 1 slots for forwards.
+    const auto peaks = peak_in_flight(run, stages);
     for (int stage = 0; stage < stages; ++stage) {
-      EXPECT_EQ(run.peak_in_flight[static_cast<size_t>(stage)],
+      EXPECT_EQ(peaks[static_cast<size_t>(stage)],
                 std::min({microbatches, active, 2 * (stages - stage) - 1}));
     }
   });
@@ -377,14 +381,10 @@ TEST(Simulate, KeepsActivationsUntilTheLastHalfThatUsesThem) {
   // Nothing is released before W.
   auto run = run_alone(split, 3, costs);
   EXPECT_EQ(run.peak_memory, (std::vector<double>{10}));
-  EXPECT_EQ(run.peak_in_flight, (std::vector<int>{2}));
-  EXPECT_EQ(run.peak_before_input_gradients, (std::vector<int>{2}));
   // Three are in flight, of which two keep a part only.
   costs.kept_for_weights = {2};
   run = run_alone("0F0 0F1 0I0 0I1 0F2 0W0 0W1 0B2 0REDUCE", 3, costs);
   EXPECT_EQ(run.peak_memory, (std::vector<double>{10}));
-  EXPECT_EQ(run.peak_in_flight, (std::vector<int>{3}));
-  EXPECT_EQ(run.peak_before_input_gradients, (std::vector<int>{2}));
   std::vector<double> memory;
   for (const auto& timed : run.timeline[0]) {
     memory.push_back(timed.memory);

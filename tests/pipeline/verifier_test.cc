@@ -135,6 +135,30 @@ TEST(Rejects, TooManyInFlight) {
       "rank 0 at action 6 (0F3): makes 4 microbatches in flight, active_microbatches allows 3");
 }
 
+TEST(Rejects, MoreMemoryThanARankMayKeep) {
+  const auto schedule = from_lines({"0F0 0F1 0I0 0I1 0F2 0W0 0W1 0B2 0REDUCE"}, 3);
+  auto costs = StageCosts::uniform(1);
+  costs.kept = {5};
+  costs.kept_for_weights = {2};
+  costs.gradients_for_weights = {1};
+  const auto bound = [&](double limit) {
+    return VerifyOptions().memory_limit({limit}).costs(costs);
+  };
+  EXPECT_EQ(verify_error(schedule, {}, bound(11)), "");
+  // The gradients that the second half starts from lie there beside all of two microbatches.
+  expect_contains(verify_error(schedule, {}, bound(10)),
+                  "rank 0 at action 2 (0I0): makes the rank keep 11, memory_limit allows 10. Run a "
+                  "backward first, or raise memory_limit.");
+  expect_contains(verify_error(schedule, {}, bound(9)), "rank 0 at action 1 (0F1): makes");
+  // Nothing is kept on a stage without a backward.
+  const auto evaluation = lowered(forward_only, ScheduleOptions(2, 2));
+  auto of_two = StageCosts::uniform(2);
+  of_two.kept = {1, 1};
+  EXPECT_EQ(
+      verify_error(evaluation, chain_edges(2), VerifyOptions().memory_limit({0, 0}).costs(of_two)),
+      "");
+}
+
 TEST(Rejects, MessagesOutOfOrder) {
   const std::string reason = "the messages of a channel are sent and received in ascending order";
   const auto received =
@@ -385,7 +409,7 @@ TEST(OneFOneB, TorchsOrderIsRejectedAndTheRightOneAccepted) {
   verify(right, edges, VerifyOptions().active_microbatches(4));
   const auto run = simulate(right, edges, StageCosts::unit(4));
   EXPECT_EQ(run.makespan, 2 * (8 + 4 - 1));
-  EXPECT_EQ(run.peak_in_flight, (std::vector<int>{4, 3, 2, 1}));
+  EXPECT_EQ(peak_in_flight(run, 4), (std::vector<int>{4, 3, 2, 1}));
 }
 
 TEST(OneFOneB, LatencyMatchesTheFormula) {

@@ -62,7 +62,7 @@ struct Trained {
   Named state;
 };
 
-struct Layout {
+struct CheckpointingLayout {
   int stages = 1;
   int replicas = 1;
   int microbatches = 4;  // microbatches of one replica
@@ -84,7 +84,7 @@ Named gradients_of(const torch::OrderedDict<std::string, torch::Tensor>& paramet
 }
 
 template <class Net>
-Trained run_plain(const Maker<Net>& make, const Layout& layout, const Tensors& batch) {
+Trained run_plain(const Maker<Net>& make, const CheckpointingLayout& layout, const Tensors& batch) {
   torch::manual_seed(5);
   Net net = make();
   const Tensors parameters = unique_parameters(*net);
@@ -106,8 +106,8 @@ Trained run_plain(const Maker<Net>& make, const Layout& layout, const Tensors& b
 }
 
 template <class Net>
-Trained run_checkpointed(const Maker<Net>& make, const Layout& layout, const Tensors& batch,
-                         const Mark<Net>& mark, Config config = {}) {
+Trained run_checkpointed(const Maker<Net>& make, const CheckpointingLayout& layout,
+                         const Tensors& batch, const Mark<Net>& mark, Config config = {}) {
   config.partitions(layout.stages)
       .microbatches(layout.microbatches)
       .pipeline(layout.pipeline)
@@ -177,7 +177,7 @@ Config offloading() { return Config().offload_activations(true).activation_loadi
 // ---- Parity ----
 
 struct Case {
-  Layout layout;
+  CheckpointingLayout layout;
   std::string strategy;
   bool offload;
 };
@@ -258,7 +258,7 @@ TEST(ActivationCheckpointing, BatchStatisticsAndWritesInPlaceHaveTheBitsOfPlainL
   const Tensors batch = TinyConvNetImpl::batch(16);
   for (const char* pipeline : {"interleaved", "zb_h1"}) {
     for (int stages : {1, 2, 3}) {
-      const Layout layout{stages, 1, 4, pipeline};
+      const CheckpointingLayout layout{stages, 1, 4, pipeline};
       const Maker<TinyConvNet> make = [] { return TinyConvNet(); };
       const Trained plain = run_plain(make, layout, batch);
       for (const bool offload : {false, true}) {
@@ -285,7 +285,7 @@ TEST(ActivationCheckpointing, BatchStatisticsAndWritesInPlaceHaveTheBitsOfPlainL
 
 // ---- Memory ----
 
-constexpr int64_t kWide = 32;
+constexpr int64_t kNetWidth = 32;
 constexpr int kBlocks = 8;
 constexpr int kMany = 8;  // microbatches
 
@@ -293,9 +293,9 @@ constexpr int kMany = 8;  // microbatches
 int64_t peak_of(const Mark<BlockNet>& mark, Config config = {}) {
   int64_t peak = 0;
   config.microbatches(kMany).pipeline("simple").seed(kSeed);
-  const Tensors batch = block_batch(64 * kMany, kWide);
+  const Tensors batch = block_batch(64 * kMany, kNetWidth);
   torch::manual_seed(5);
-  BlockNet net(kBlocks, kWide);
+  BlockNet net(kBlocks, kNetWidth);
   run_as_threads(1, config, [&] {
     if (mark) mark(net);
     DistributedModel<BlockNet> model(net);
@@ -323,7 +323,7 @@ TEST(ActivationCheckpointing, NeedsLessMemory) {
   const int64_t each = peak_of(with("each"));
   const int64_t group = peak_of(with("group_4"));
   const int64_t contiguous = peak_of(with("contiguous"));
-  const int64_t width = 64 * kWide * 4;  // bytes of a block's input for one microbatch
+  const int64_t width = 64 * kNetWidth * 4;  // bytes of a block's input for one microbatch
   // A block saves 11 widths: its input, the normalised one, both sides of gelu, a mask.
   EXPECT_GE(plain, int64_t{kMany} * kBlocks * 11 * width);
   EXPECT_LE(each, plain - int64_t{kMany} * (kBlocks - 1) * 10 * width);
@@ -339,9 +339,9 @@ Config limited(double mib) { return Config().memory_limit_mb(mib).optimizer_stat
 
 TEST(ActivationCheckpointing, AutoChoosesAsManyModulesAsTheLimitNeeds) {
   torch::set_num_threads(1);
-  const Maker<BlockNet> make = [] { return BlockNet(kBlocks, kWide); };
-  const Layout layout{2, 1, kMany, "simple"};
-  const Tensors batch = block_batch(64 * kMany, kWide);
+  const Maker<BlockNet> make = [] { return BlockNet(kBlocks, kNetWidth); };
+  const CheckpointingLayout layout{2, 1, kMany, "simple"};
+  const Tensors batch = block_batch(64 * kMany, kNetWidth);
   const Trained plain = run_plain(make, layout, batch);
   const std::string without = error_of<PartitionError>(
       [&] { run_checkpointed<BlockNet>(make, layout, batch, {}, limited(2)); });
@@ -368,9 +368,9 @@ TEST(ActivationCheckpointing, AutoChoosesAsManyModulesAsTheLimitNeeds) {
 TEST(ActivationCheckpointing, AutoCannotChangeAPartitionThatWasLoaded) {
   torch::set_num_threads(1);
   const auto path = ::testing::TempDir() + "/activation_checkpointing_partition.json";
-  const Maker<BlockNet> make = [] { return BlockNet(kBlocks, kWide); };
-  const Layout layout{2, 1, kMany, "simple"};
-  const Tensors batch = block_batch(64 * kMany, kWide);
+  const Maker<BlockNet> make = [] { return BlockNet(kBlocks, kNetWidth); };
+  const CheckpointingLayout layout{2, 1, kMany, "simple"};
+  const Tensors batch = block_batch(64 * kMany, kNetWidth);
   run_checkpointed<BlockNet>(make, layout, batch, {}, Config().partition_file(path));
   const auto error = error_of<PartitionError>([&] {
     run_checkpointed<BlockNet>(
@@ -386,11 +386,11 @@ TEST(ActivationCheckpointing, AutoCannotChangeAPartitionThatWasLoaded) {
 
 TEST(ActivationCheckpointing, OffloadsWhatIsNotNeededSoon) {
   torch::set_num_threads(1);
-  const Tensors batch = block_batch(64 * kMany, kWide);
+  const Tensors batch = block_batch(64 * kMany, kNetWidth);
   const auto puts_with = [&](int horizon) {
     int64_t puts = 0;
     torch::manual_seed(5);
-    BlockNet net(kBlocks, kWide);
+    BlockNet net(kBlocks, kNetWidth);
     const auto config = Config()
                             .microbatches(kMany)
                             .pipeline("simple")

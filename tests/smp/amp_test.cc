@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "smp/autocast.h"
+#include "tests/graph/cast_counter.h"
 #include "tests/smp/gated.h"
 #include "tests/smp/grad_scaler_trace.h"
 #include "tests/smp/precision.h"
@@ -359,6 +360,67 @@ TEST(GradScaler, TrainsOnRanksAsInOneProcess) {
       expect_same(train_ranks(layout, computed), plain);
     }
   }
+}
+
+/// Layers whose weights are large enough for shared casts: one that two scopes use, one without
+/// gradient, and one that is cast in none.
+struct WideImpl : torch::nn::Module {
+  WideImpl() {
+    for (const char* name : {"first", "second", "third"}) {
+      layers.push_back(register_module(name, torch::nn::Linear(kWidth, kWidth)));
+    }
+    fixed = register_parameter("fixed", torch::randn({kWidth, kWidth}), /*requires_grad=*/false);
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    {
+      const Autocast autocast(torch::kBFloat16);
+      x = torch::gelu(layers[0](x));
+      x = torch::matmul(x, fixed) / kWidth;
+    }
+    x = layers[1](x.to(torch::kFloat));
+    const Autocast autocast(torch::kBFloat16);
+    x = layers[2](layers[0](torch::gelu(x)));
+    return torch::mse_loss(x, y);
+  }
+  static Tensors batch(int64_t size) {
+    return {torch::randn({size, kWidth}), torch::randn({size, kWidth})};
+  }
+  static constexpr int64_t kWidth = 128;
+  std::vector<torch::nn::Linear> layers;
+  torch::Tensor fixed;
+};
+TORCH_MODULE(Wide);
+
+auto wide_case(int stages, int microbatches, const std::string& pipeline) {
+  TrainingCase<Wide, Recipe<torch::optim::SGD, torch::optim::SGDOptions>> result(
+      [] { return Wide(); }, {torch::optim::SGDOptions(0.1)});
+  result.config = testing::stages(stages).microbatches(microbatches).pipeline(pipeline);
+  result.ranks = stages;
+  result.microbatches = microbatches;
+  result.batch = batches_of<Wide>(2 * microbatches, result.steps);
+  return result;
+}
+
+TEST(Autocast, SharedCastsHaveTheBitsOfOneProcess) {
+  auto again = wide_case(2, 4, "1f1b");
+  again.prepare = [](Wide& net) {
+    for (const auto& layer : net->layers) set_activation_checkpointing(*layer);
+  };
+  for (const auto& training :
+       {wide_case(1, 3, "interleaved"), wide_case(2, 4, "1f1b"), wide_case(2, 4, "zb_h1"), again}) {
+    SCOPED_TRACE(training.config.pipeline());
+    expect_same(training.run_on_ranks(), training.run_plain());
+  }
+}
+
+TEST(Autocast, CastsEachWeightOnceAStep) {
+  auto training = wide_case(1, 4, "interleaved");
+  training.on_ranks([](auto& own) {
+    own.step(0);
+    const graph::testing::CastCounter counter(own.model->parameters());
+    own.step(1);
+    EXPECT_EQ(counter.take(), 5) << "two weights, their biases and the fixed one";
+  });
 }
 
 /// A leaf casts its parameters itself.

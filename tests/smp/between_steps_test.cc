@@ -44,11 +44,6 @@ struct Outcome {
   Tensors kept;
 };
 
-Mlp make_mlp() {
-  torch::manual_seed(3);
-  return Mlp();
-}
-
 torch::Tensor input_of(int step) {
   torch::manual_seed(50 + step);
   return torch::randn({8, MlpImpl::kWidth});

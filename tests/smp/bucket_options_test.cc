@@ -57,7 +57,7 @@ std::vector<Named> train(const ModelOptions& options, int steps,
   return result;
 }
 
-void expect_equal(const Named& got, const Named& expected) {
+void expect_equal_sums(const Named& got, const Named& expected) {
   ASSERT_EQ(got.size(), expected.size());
   for (const auto& [name, tensor] : expected) {
     EXPECT_TRUE(torch::equal(got.at(name), tensor)) << name;
@@ -71,8 +71,8 @@ TEST(BucketOptions, OverlapChangesNoBit) {
     const auto views = train(ModelOptions().gradient_as_bucket_view(true), 2, pipeline);
     EXPECT_EQ(after[1].size(), 12u);
     for (int i = 0; i < 2; ++i) {
-      expect_equal(overlapped[i], after[i]);
-      expect_equal(views[i], after[i]);
+      expect_equal_sums(overlapped[i], after[i]);
+      expect_equal_sums(views[i], after[i]);
     }
   }
 }
@@ -82,8 +82,8 @@ TEST(BucketOptions, ARankWithAFrozenStageReducesWhatTheOthersMake) {
   const auto overlapped = train(ModelOptions(), 1, "zbv", /*frozen=*/6);
   EXPECT_EQ(overlapped[0].size(), 6u);
   const auto after = train(ModelOptions().overlapping_allreduce(false), 1, "zbv", /*frozen=*/6);
-  expect_equal(after[0], overlapped[0]);
-  expect_equal(train(ModelOptions(), 1, "interleaved", /*frozen=*/6)[0], overlapped[0]);
+  expect_equal_sums(after[0], overlapped[0]);
+  expect_equal_sums(train(ModelOptions(), 1, "interleaved", /*frozen=*/6)[0], overlapped[0]);
 }
 
 /// Gradients of two steps, of which the first left nothing in `.grad`.

@@ -84,14 +84,6 @@ TEST_P(ClipGradNorm, OfShardedParameters) {
 
 INSTANTIATE_TEST_SUITE_P(Orders, ClipGradNorm, ::testing::ValuesIn(kClips));
 
-/// A model that every rank builds alike.
-Mlp make_mlp(unsigned seed = 3, torch::Dtype dtype = torch::kFloat) {
-  torch::manual_seed(seed);
-  Mlp net;
-  net->to(dtype);
-  return net;
-}
-
 /// One step of an Mlp on two stages, then `body(model)` on each rank.
 template <class Body>
 void after_a_step(const Body& body, torch::Dtype dtype = torch::kFloat, int replicas = 1,

@@ -12,10 +12,10 @@
 namespace smp::testing {
 namespace {
 
-constexpr int kSteps = 4;
+constexpr int kCoalescingSteps = 4;
 constexpr double kTolerance = 1e-10;
 
-struct Layout {
+struct CoalescedLayout {
   int stages;
   int replicas;
   int microbatches;  ///< microbatches of one replica
@@ -23,7 +23,7 @@ struct Layout {
   std::string expected;  ///< the log's text about the training function
 };
 
-std::ostream& operator<<(std::ostream& out, const Layout& layout) {
+std::ostream& operator<<(std::ostream& out, const CoalescedLayout& layout) {
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
              << layout.microbatches << " microbatches, " << layout.pipeline;
 }
@@ -83,7 +83,7 @@ template <class Net>
 std::vector<Tensors> make_batches(int64_t microbatches) {
   torch::manual_seed(23);
   std::vector<Tensors> batches;
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kCoalescingSteps; ++i) {
     batches.push_back(Net::ContainedType::batch((i == 2 ? 3 : 2) * microbatches));
     for (auto& tensor : batches.back()) {
       if (tensor.is_floating_point()) tensor = tensor.to(torch::kDouble);
@@ -106,13 +106,13 @@ Net make_net(const std::function<Net()>& make) {
 const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
 template <class Net>
-Trace run_plain(const std::function<Net()>& make, const Layout& layout) {
+Trace run_plain(const std::function<Net()>& make, const CoalescedLayout& layout) {
   Net net = make_net(make);
   torch::optim::SGD optimizer(unique_parameters(*net), kSgd);
   const int count = layout.replicas * layout.microbatches;
   const auto batches = make_batches<Net>(count);
   Trace run;
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kCoalescingSteps; ++i) {
     const auto& batch = batches[i];
     optimizer.zero_grad();
     run.losses.push_back(
@@ -130,7 +130,7 @@ Trace run_plain(const std::function<Net()>& make, const Layout& layout) {
 }
 
 /// Costs are estimated, so that the number of microbatches at once does not depend on the machine.
-Config config_of(const Layout& layout, const std::string& numerics) {
+Config config_of(const CoalescedLayout& layout, const std::string& numerics) {
   return stages(layout.stages)
       .microbatches(layout.microbatches)
       .pipeline(layout.pipeline)
@@ -140,10 +140,11 @@ Config config_of(const Layout& layout, const std::string& numerics) {
 }
 
 template <class Net>
-Trace run_smp(const std::function<Net()>& make, const Layout& layout, const Config& config) {
+Trace run_smp(const std::function<Net()>& make, const CoalescedLayout& layout,
+              const Config& config) {
   Trace run;
-  run.losses.assign(kSteps, Tensors(layout.replicas * layout.microbatches));
-  run.evaluations.resize(kSteps);
+  run.losses.assign(kCoalescingSteps, Tensors(layout.replicas * layout.microbatches));
+  run.evaluations.resize(kCoalescingSteps);
   const auto batches = make_batches<Net>(layout.replicas * layout.microbatches);
   std::vector<Net> nets;
   for (int i = 0; i < layout.stages * layout.replicas; ++i) nets.push_back(make_net(make));
@@ -161,7 +162,7 @@ Trace run_smp(const std::function<Net()>& make, const Layout& layout, const Conf
         },
         StepOptions().name("train"));
     auto evaluate = step([&](torch::Tensor x) { return net(x); }, StepOptions().name("evaluate"));
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < kCoalescingSteps; ++i) {
       const auto x = part(batches[i][0], layout.replicas, dp_rank());
       const auto y = part(batches[i][1], layout.replicas, dp_rank());
       optimizer.zero_grad();
@@ -191,7 +192,7 @@ void expect_close(const torch::Tensor& got, const torch::Tensor& expected,
 }
 
 void expect_close(const Trace& got, const Trace& expected) {
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kCoalescingSteps; ++i) {
     for (size_t m = 0; m < expected.losses[i].size(); ++m) {
       expect_close(got.losses[i][m], expected.losses[i][m],
                    "loss of step " + std::to_string(i) + ", microbatch " + std::to_string(m));
@@ -205,13 +206,13 @@ void expect_close(const Trace& got, const Trace& expected) {
   }
 }
 
-class Coalescing : public ::testing::TestWithParam<Layout> {
+class Coalescing : public ::testing::TestWithParam<CoalescedLayout> {
  protected:
   void SetUp() override { at::set_num_threads(1); }
 
   template <class Net>
   void check(const std::function<Net()>& make) {
-    const Layout& layout = GetParam();
+    const CoalescedLayout& layout = GetParam();
     const Trace fast = run_smp<Net>(make, layout, config_of(layout, "fast"));
     expect_has(fast.log, {"step function \"train\": " + layout.expected});
     expect_close(fast, run_plain<Net>(make, layout));
@@ -234,10 +235,10 @@ TEST_P(Coalescing, ConvNet) {
   check<GroupNormNet>([] { return GroupNormNet(); });
 }
 
-std::vector<Layout> layouts() {
+std::vector<CoalescedLayout> layouts() {
   const std::string four = "16 microbatches run as 4 of 4 (\"numerics\": \"fast\"); ";
   const std::string two = "8 microbatches run as 4 of 2 (\"numerics\": \"fast\"); ";
-  std::vector<Layout> result = {
+  std::vector<CoalescedLayout> result = {
       {1, 1, 16, "interleaved", "16 microbatches run as 2 of 8 (\"numerics\": \"fast\"); "},
       {1, 2, 8, "simple", "8 microbatches run as 2 of 4 (\"numerics\": \"fast\"); "},
       {2, 1, 16, "simple", four},
@@ -256,7 +257,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Coalescing, ::testing::ValuesIn(layouts()));
 /// Costs are measured: whatever is chosen, the log has the predictions and the numbers are right.
 TEST(CoalescingChoice, ComparesPredictedSteps) {
   at::set_num_threads(1);
-  const Layout layout{2, 1, 8, "1f1b", ""};
+  const CoalescedLayout layout{2, 1, 8, "1f1b", ""};
   const std::function<TinyGpt()> make = [] { return TinyGpt(false, 3, 0.0); };
   const Trace fast = run_smp<TinyGpt>(make, layout, config_of(layout, "fast").skip_tracing(false));
   expect_has(fast.log, {"step function \"train\": 8 microbatches run ",
@@ -267,7 +268,7 @@ TEST(CoalescingChoice, ComparesPredictedSteps) {
 /// Sums of gradients keep their shards, so fewer microbatches can be joined.
 TEST(CoalescingChoice, KeepsGradientShards) {
   at::set_num_threads(1);
-  const Layout layout{1, 1, 8, "simple", ""};
+  const CoalescedLayout layout{1, 1, 8, "simple", ""};
   const std::function<Regression()> make = [] { return Regression(); };
   const Trace fast =
       run_smp<Regression>(make, layout, config_of(layout, "fast").gradient_shards(4));
@@ -278,7 +279,7 @@ TEST(CoalescingChoice, KeepsGradientShards) {
 /// Batch norm works across samples and writes its averages.
 TEST(CoalescingChoice, BatchNormRunsExactly) {
   at::set_num_threads(1);
-  const Layout layout{2, 1, 4, "interleaved", ""};
+  const CoalescedLayout layout{2, 1, 4, "interleaved", ""};
   const std::function<TinyConvNet()> make = [] { return TinyConvNet(); };
   const Trace fast = run_smp<TinyConvNet>(make, layout, config_of(layout, "fast"));
   const Trace exact = run_smp<TinyConvNet>(make, layout, config_of(layout, "exact"));
@@ -287,7 +288,8 @@ TEST(CoalescingChoice, BatchNormRunsExactly) {
               "\"numerics\" is \"fast\": operator ",
               "writes buffer \"norm1.num_batches_tracked\", which the next microbatch would see."});
   EXPECT_EQ(exact.log.find("one by one"), std::string::npos);
-  for (int i = 0; i < kSteps; ++i) expect_equal(fast.losses[i], exact.losses[i], "losses");
+  for (int i = 0; i < kCoalescingSteps; ++i)
+    expect_equal(fast.losses[i], exact.losses[i], "losses");
   expect_equal(fast.weights, exact.weights, "weights");
 }
 

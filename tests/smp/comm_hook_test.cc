@@ -17,11 +17,6 @@ using namespace testing;
 
 constexpr int kReplicas = 2, kMicrobatches = 3, kSteps = 3;
 
-Mlp make_net() {
-  torch::manual_seed(3);
-  return Mlp();
-}
-
 torch::Tensor make_data() {
   torch::manual_seed(4);
   return torch::randn({kSteps, kReplicas, 6, MlpImpl::kWidth});
@@ -41,7 +36,7 @@ Config two_stages() {
 std::vector<Named> train(const CommHook& hook, const ModelOptions& options = {}) {
   torch::set_num_threads(1);
   std::vector<Mlp> nets;
-  for (int rank = 0; rank < 2 * kReplicas; ++rank) nets.push_back(make_net());
+  for (int rank = 0; rank < 2 * kReplicas; ++rank) nets.push_back(make_mlp());
   const auto data = make_data();
   std::vector<std::vector<Named>> of_replica(kReplicas, std::vector<Named>(kSteps));
   std::mutex mutex;
@@ -68,7 +63,7 @@ std::vector<Named> train(const CommHook& hook, const ModelOptions& options = {})
 /// The sums of each replica over its microbatches, of plain libtorch.
 std::vector<Named> plain_sums(int step) {
   std::vector<Named> result(kReplicas);
-  Mlp net = make_net();
+  Mlp net = make_mlp();
   const auto data = make_data();
   for (int replica = 0; replica < kReplicas; ++replica) {
     for (int m = 0; m < kMicrobatches; ++m) {

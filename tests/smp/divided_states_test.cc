@@ -77,7 +77,7 @@ TEST(DividedStates, ArePutTogetherAsTheyWere) {
         }
         EXPECT_EQ(at::IntArrayRef(state.params[name].shape), entry.updated().sizes());
       }
-      join_states(runtime, CommGroup::kRdp, state);
+      join_states(runtime, runtime.topology().pieces(), state);
       EXPECT_EQ(state.groups[0].params.empty(), rank() > 0);
       const std::lock_guard lock(mutex);
       expected = whole.params;
@@ -128,7 +128,7 @@ std::string join_error(const std::function<void(OptimizerState&)>& change) {
     cut_states(runtime, state);
     change(state);
     try {
-      join_states(runtime, CommGroup::kRdp, state);
+      join_states(runtime, runtime.topology().pieces(), state);
     } catch (const UsageError& error) {
       const std::lock_guard lock(mutex);
       text = error.what();

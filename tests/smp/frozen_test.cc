@@ -7,12 +7,14 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "runtime/runtime.h"
 #include "tests/action_hook.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -109,14 +111,48 @@ TEST(FrozenModel, HasAllBackwardsWhereAllLayersAreTrained) {
   EXPECT_EQ(backwards(counts.at(1)), 2 * 3);
 }
 
+/// Replicas divide nothing of a frozen stage, and still only one of them writes its averages.
+TEST(FrozenModel, AveragesOfAFrozenStageAreSaved) {
+  torch::set_num_threads(1);
+  constexpr int kStages = 2, kReplicas = 2;
+  const TempFolder folder;
+  const std::string path = folder.file("checkpoint");
+  std::vector<TinyGpt> nets;
+  for (int i = 0; i < kStages * kReplicas; ++i) {
+    torch::manual_seed(5);
+    nets.push_back(partly_frozen(/*trained=*/1));
+  }
+  const auto ids = torch::randint(TinyGptImpl::kVocabulary, {2, TinyGptImpl::kLength});
+  const auto config = stages(kStages).ddp(true).shard_optimizer_state(true).skip_tracing(true);
+  run_as_threads(kStages * kReplicas, config, [&] {
+    TinyGpt net = nets[rank()];
+    DistributedModel<TinyGpt> model(net);
+    DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters(), 0.01);
+    Ema ema(model, optimizer);
+    auto train = step([&](torch::Tensor x) {
+      auto loss = net->loss(x, x);
+      model->backward(loss);
+      return loss;
+    });
+    train(ids.clone());
+    optimizer.step();
+    ema.update();
+    for (const auto& parameter : model->local_parameters()) {
+      if (pp_rank() == 0) EXPECT_FALSE(parameter.requires_grad());
+    }
+    smp::save(path, model, optimizer);
+  });
+  // The first values that are averaged are the average.
+  TinyGpt averaged = partly_frozen(1), saved = partly_frozen(1);
+  load_into_module(path, *averaged, LoadOptions().average("ema"));
+  load_into_module(path, *saved);
+  expect_equal(state_of(*averaged), state_of(*saved), "average");
+}
+
 /// Other layers are trained in every step, so that stages have a backward in some of them only.
 TEST(FrozenModel, MayBeThawedBetweenSteps) {
   torch::set_num_threads(1);
   constexpr int kSteps = 7, kReplicas = 2, kMicrobatches = 2;
-  const auto make = [] {
-    torch::manual_seed(3);
-    return Mlp();
-  };
   const auto freeze = [](Mlp& net, int step) {
     for (auto& item : net->named_parameters()) {
       const bool is_early = item.key().find("in.") == 0 || item.key().find("hidden0") == 0;
@@ -125,7 +161,7 @@ TEST(FrozenModel, MayBeThawedBetweenSteps) {
     }
   };
   const auto data = torch::randn({kSteps, kReplicas, 8, MlpImpl::kWidth});
-  Mlp plain = make();
+  Mlp plain = make_mlp();
   torch::optim::Adam plain_optimizer(plain->parameters(), 0.01);
   for (int i = 0; i < kSteps; ++i) {
     freeze(plain, i);
@@ -140,7 +176,7 @@ TEST(FrozenModel, MayBeThawedBetweenSteps) {
     for (const int count : {1, 2}) {
       SCOPED_TRACE(pipeline + ", stages: " + std::to_string(count));
       std::vector<Mlp> nets;
-      for (int rank = 0; rank < count * kReplicas; ++rank) nets.push_back(make());
+      for (int rank = 0; rank < count * kReplicas; ++rank) nets.push_back(make_mlp());
       run_as_threads(count * kReplicas, stages(count).ddp(true).pipeline(pipeline), [&] {
         Mlp net = nets[rank()];
         DistributedModel<Mlp> model(net);

@@ -10,11 +10,10 @@
 #include <unordered_map>
 
 #include "tests/smp/oracle.h"
+#include "tests/smp/step_fixture.h"
 
 namespace smp::testing {
 namespace {
-
-const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
 
 /// Rank threads share the default generator, so their numbers come from one of their own.
 at::Generator generator_of(uint64_t seed) { return at::detail::createCPUGenerator(seed); }
@@ -31,7 +30,7 @@ Net with_values_of(uint64_t seed, Net net) {
 Mlp prototype() { return with_values_of(5, Mlp(4)); }
 
 /// A run of a few steps whose loss has a weight that may change from step to step.
-struct Training {
+struct WeightedTraining {
   std::vector<double> weights;           // weights by step
   std::vector<int64_t> batch_sizes;      // batch sizes by step
   std::vector<int64_t> calls_seen = {};  // filled by `distributed`: in which step the function ran
@@ -92,19 +91,19 @@ class GuardOptions : public ::testing::Test {
 };
 
 TEST_F(GuardOptions, EveryStepSeesEachChange) {
-  Training training{{1, 0.5, 0.25, 2}, {8, 8, 8, 8}};
+  WeightedTraining training{{1, 0.5, 0.25, 2}, {8, 8, 8, 8}};
   expect_equal(training.distributed("every_step"), training.plain({1, 0.5, 0.25, 2}), "weight");
   EXPECT_EQ(training.calls_seen, (std::vector<int64_t>{0, 1, 2, 3}));
 }
 
 TEST_F(GuardOptions, FirstStepReplaysWhatTheFirstStepDid) {
-  Training training{{1, 0.5, 0.25, 2}, {8, 8, 8, 8}};
+  WeightedTraining training{{1, 0.5, 0.25, 2}, {8, 8, 8, 8}};
   expect_equal(training.distributed("first_step"), training.plain({1, 1, 1, 1}), "weight");
   EXPECT_EQ(training.calls_seen, (std::vector<int64_t>{0, 0, 0, 0}));
 }
 
 TEST_F(GuardOptions, APeriodSeesChangesInItsSteps) {
-  Training training{{1, 0.5, 0.25, 2, 3, 4, 5}, {8, 8, 8, 8, 8, 8, 8}};
+  WeightedTraining training{{1, 0.5, 0.25, 2, 3, 4, 5}, {8, 8, 8, 8, 8, 8, 8}};
   expect_equal(training.distributed("3"), training.plain({1, 1, 1, 2, 2, 2, 5}), "weight");
   EXPECT_EQ(training.calls_seen, (std::vector<int64_t>{0, 0, 0, 3, 3, 3, 6}));
 }
@@ -190,7 +189,7 @@ TEST_F(GuardOptions, EveryMicrobatchIsForOneBatchOfATensorParallelGroup) {
 }
 
 TEST_F(GuardOptions, InputsOfOtherShapesAreGuardedAlways) {
-  Training training{{1, 2, 3, 4, 5}, {8, 8, 4, 4, 8}};
+  WeightedTraining training{{1, 2, 3, 4, 5}, {8, 8, 4, 4, 8}};
   expect_equal(training.distributed("first_step"), training.plain({1, 1, 3, 3, 5}), "weight");
   EXPECT_EQ(training.calls_seen, (std::vector<int64_t>{0, 0, 2, 2, 4}));
 }

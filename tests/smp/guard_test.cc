@@ -43,7 +43,7 @@ struct Run {
   Named weights;
 };
 
-const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
+const torch::optim::SGDOptions kGuardSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
 
 std::vector<std::pair<torch::Tensor, torch::Tensor>> make_batches(const Scenario& scenario) {
   torch::manual_seed(3);
@@ -68,7 +68,7 @@ Mlp make_prototype(const Scenario& scenario) {
 Run run_plain(const Scenario& scenario) {
   Mlp net = make_prototype(scenario);
   const auto batches = make_batches(scenario);
-  torch::optim::SGD optimizer(net->parameters(), kSgd);
+  torch::optim::SGD optimizer(net->parameters(), kGuardSgd);
   const Call call = [&](torch::Tensor x) { return net(x); };
   const int count = static_cast<int>(scenario.microbatches);
   Run run;
@@ -103,7 +103,7 @@ Run run_distributed(const Scenario& scenario, int stage_count) {
     Mlp net(4, scenario.dropout);
     copy_values(*prototype, *net);
     DistributedModel<Mlp> model(net);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kGuardSgd);
     Run& run = runs[rank()];
     int i = 0, calls = 0;
     auto train = step([&](torch::Tensor x, torch::Tensor y) {

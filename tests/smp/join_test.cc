@@ -14,7 +14,7 @@ namespace {
 
 using namespace testing;
 
-constexpr int kMicrobatches = 2;
+constexpr int kJoinMicrobatches = 2;
 constexpr double kRate = 0.1;
 
 /// How many batches each replica has in the join; then all have one more.
@@ -39,16 +39,11 @@ torch::Tensor batch_of(const Uneven& run, const torch::Tensor& data, int step, i
   return data[step][replica].narrow(0, 0, is_short ? 2 : 4).clone();
 }
 
-Mlp make_net() {
-  torch::manual_seed(3);
-  return Mlp();
-}
-
 torch::Tensor loss_of(const torch::Tensor& result) { return result.square().mean(); }
 
 /// One process: the gradients of the replicas that have a batch, in order, divided once.
 Named train_alone(const Uneven& run) {
-  Mlp net = make_net();
+  Mlp net = make_mlp();
   const auto data = make_data(run);
   const auto parameters = net->parameters();
   std::vector<Tensors> sums(run.replicas(), Tensors(parameters.size()));
@@ -58,9 +53,9 @@ Named train_alone(const Uneven& run) {
     for (int replica = 0; replica < run.replicas(); ++replica) {
       if (joins && step >= run.batches[replica]) continue;
       ++active;
-      for (int m = 0; m < kMicrobatches; ++m) {
+      for (int m = 0; m < kJoinMicrobatches; ++m) {
         net->zero_grad();
-        loss_of(net(part(batch_of(run, data, step, replica), kMicrobatches, m))).backward();
+        loss_of(net(part(batch_of(run, data, step, replica), kJoinMicrobatches, m))).backward();
         for (size_t i = 0; i < parameters.size(); ++i) {
           torch::Tensor& sum = sums[replica][i];
           sum = sum.defined() ? sum + parameters[i].grad() : parameters[i].grad().clone();
@@ -68,7 +63,7 @@ Named train_alone(const Uneven& run) {
       }
     }
     if ((step + 1) % run.passes != 0) continue;
-    const double divisor = kMicrobatches * (run.divide_by_all ? run.replicas() : active);
+    const double divisor = kJoinMicrobatches * (run.divide_by_all ? run.replicas() : active);
     const torch::NoGradGuard no_grad;
     for (size_t i = 0; i < parameters.size(); ++i) {
       auto total = torch::zeros_like(parameters[i]);
@@ -87,11 +82,11 @@ std::vector<Named> train(const Uneven& run) {
   torch::set_num_threads(1);
   const int ranks = 2 * run.replicas();
   std::vector<Mlp> nets;
-  for (int rank = 0; rank < ranks; ++rank) nets.push_back(make_net());
+  for (int rank = 0; rank < ranks; ++rank) nets.push_back(make_mlp());
   const auto data = make_data(run);
   std::vector<Named> states(ranks);
   const auto config =
-      Config().partitions(2).microbatches(kMicrobatches).ddp(true).timeout_seconds(60);
+      Config().partitions(2).microbatches(kJoinMicrobatches).ddp(true).timeout_seconds(60);
   run_as_threads(ranks, config, [&] {
     DistributedModel<Mlp> model(nets[rank()], ModelOptions().backward_passes_per_step(run.passes));
     DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(),
@@ -152,12 +147,12 @@ std::vector<Named> train_in_turns(bool joins) {
   std::vector<Mlp> bodies;
   std::vector<torch::nn::Linear> heads;
   for (int rank = 0; rank < 2; ++rank) {
-    bodies.push_back(make_net());  // seeds
+    bodies.push_back(make_mlp());  // seeds
     heads.emplace_back(1, 3);
   }
   const auto data = make_data({{3, 1}});
   std::vector<Named> states(2);
-  run_as_threads(2, Config().microbatches(kMicrobatches).ddp(true).timeout_seconds(60), [&] {
+  run_as_threads(2, Config().microbatches(kJoinMicrobatches).ddp(true).timeout_seconds(60), [&] {
     DistributedModel<Mlp> body(bodies[rank()]);
     DistributedModel<torch::nn::Linear> head(heads[rank()]);
     auto train_body = smp::step([&](torch::Tensor x, torch::Tensor weight) {
@@ -232,7 +227,7 @@ TEST(ReplicaJoinOfDividedLayers, EndsAfterModelCpu) {
   torch::set_num_threads(1);
   const auto train = [](bool gathers) {
     std::vector<Mlp> nets;
-    for (int rank = 0; rank < 4; ++rank) nets.push_back(make_net());
+    for (int rank = 0; rank < 4; ++rank) nets.push_back(make_mlp());
     std::vector<Named> states(4);
     const auto config = Config().tensor_parallel_degree(2).prescaled_batch(true).ddp(true);
     run_as_threads(4, Config(config).timeout_seconds(60), [&] {
@@ -259,8 +254,8 @@ TEST(ReplicaJoinOfDividedLayers, EndsAfterModelCpu) {
 }
 
 /// The text of the error of a program that trains an Mlp on two replicas.
-std::string error_with(const Config& config,
-                       const std::function<void(DistributedModel<Mlp>&)>& program) {
+std::string join_error_with(const Config& config,
+                            const std::function<void(DistributedModel<Mlp>&)>& program) {
   return error_of_run<Error>(2, Config(config).ddp(true).timeout_seconds(60), [&] {
     Mlp net;
     DistributedModel<Mlp> model(net);
@@ -273,45 +268,45 @@ void expect_says(const std::string& text, const std::string& words) {
 }
 
 TEST(ReplicaJoinErrors, InTheWrongPlace) {
-  expect_says(error_with(Config(),
-                         [](DistributedModel<Mlp>& model) {
-                           const auto guard = model->join();
-                           const auto other = model->join();
-                         }),
+  expect_says(join_error_with(Config(),
+                              [](DistributedModel<Mlp>& model) {
+                                const auto guard = model->join();
+                                const auto other = model->join();
+                              }),
               "DistributedModel::join was called inside of another");
-  expect_says(error_with(Config(),
-                         [](DistributedModel<Mlp>& model) {
-                           auto step = smp::step([&](torch::Tensor x) {
-                             const auto guard = model->join();
-                             return model(x);
-                           });
-                           step(torch::ones({2, MlpImpl::kWidth}));
-                         }),
+  expect_says(join_error_with(Config(),
+                              [](DistributedModel<Mlp>& model) {
+                                auto step = smp::step([&](torch::Tensor x) {
+                                  const auto guard = model->join();
+                                  return model(x);
+                                });
+                                step(torch::ones({2, MlpImpl::kWidth}));
+                              }),
               "join was called inside a step function");
 }
 
 TEST(ReplicaJoinErrors, EarlyTerminationEndsTrainingEverywhere) {
-  expect_says(
-      error_with(Config(),
-                 [](DistributedModel<Mlp>& model) {
-                   auto step =
-                       smp::step([&](torch::Tensor x) { model->backward(loss_of(model(x))); });
-                   const auto guard = model->join(JoinOptions().throw_on_early_termination(true));
-                   for (int i = 0; i < 2 + rank(); ++i) {
-                     step(torch::ones({2, MlpImpl::kWidth}));
-                   }
-                 }),
-      "DistributedModel::join: 1 of 2 replicas have no batches left");
+  expect_says(join_error_with(Config(),
+                              [](DistributedModel<Mlp>& model) {
+                                auto step = smp::step(
+                                    [&](torch::Tensor x) { model->backward(loss_of(model(x))); });
+                                const auto guard =
+                                    model->join(JoinOptions().throw_on_early_termination(true));
+                                for (int i = 0; i < 2 + rank(); ++i) {
+                                  step(torch::ones({2, MlpImpl::kWidth}));
+                                }
+                              }),
+              "DistributedModel::join: 1 of 2 replicas have no batches left");
 }
 
 TEST(ReplicaJoinErrors, AReplicaThatHasTrainedNothing) {
-  expect_says(error_with(Config(),
-                         [](DistributedModel<Mlp>& model) {
-                           auto step = smp::step(
-                               [&](torch::Tensor x) { model->backward(loss_of(model(x))); });
-                           const auto guard = model->join();
-                           if (rank() == 0) step(torch::ones({2, MlpImpl::kWidth}));
-                         }),
+  expect_says(join_error_with(Config(),
+                              [](DistributedModel<Mlp>& model) {
+                                auto step = smp::step(
+                                    [&](torch::Tensor x) { model->backward(loss_of(model(x))); });
+                                const auto guard = model->join();
+                                if (rank() == 0) step(torch::ones({2, MlpImpl::kWidth}));
+                              }),
               "this replica has no step function that has trained, so it cannot take part");
 }
 
@@ -324,7 +319,7 @@ TEST(ReplicaJoinErrors, AStepFunctionThatAReplicaHasNotTrainedWith) {
     step(x);
     if (rank() == 0) other(x);
   };
-  expect_says(error_with(Config(), program),
+  expect_says(join_error_with(Config(), program),
               "this replica has not trained with the step function that others call, so it cannot "
               "take part in their steps. Call each step function at least once on each replica");
 }
@@ -333,10 +328,11 @@ TEST(ReplicaJoinErrors, WhereAReplicaWouldStayBehind) {
   const auto join = [](DistributedModel<Mlp>& model) { const auto guard = model->join(); };
   for (const auto& config :
        {Config().shard_optimizer_state(true), Config().sharded_data_parallel_degree(2)}) {
-    expect_says(error_with(config, join), "each replica updates a part of the parameters");
+    expect_says(join_error_with(config, join), "each replica updates a part of the parameters");
   }
   for (const auto& config : {Config().bf16(true), Config().fp16(true)}) {
-    expect_says(error_with(config, join), "a replica without batches takes no part in the updates");
+    expect_says(join_error_with(config, join),
+                "a replica without batches takes no part in the updates");
   }
 }
 

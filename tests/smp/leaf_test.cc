@@ -10,9 +10,9 @@
 namespace smp::testing {
 namespace {
 
-constexpr int64_t kWidth = 6;
+constexpr int64_t kLeafWidth = 6;
 
-torch::nn::Linear linear(int64_t in = kWidth, int64_t out = kWidth) {
+torch::nn::Linear leaf_linear(int64_t in = kLeafWidth, int64_t out = kLeafWidth) {
   return torch::nn::Linear(in, out);
 }
 
@@ -26,11 +26,11 @@ auto call(bool opaque, M& module, Arguments&&... arguments) {
 /// Sends each row to one of three experts; an expert without rows is not called.
 struct MixtureImpl : torch::nn::Module {
   MixtureImpl() {
-    router = register_module("router", linear(kWidth, 3));
+    router = register_module("router", leaf_linear(kLeafWidth, 3));
     for (int i = 0; i < 3; ++i) {
-      experts.push_back(register_module("expert" + std::to_string(i), linear()));
+      experts.push_back(register_module("expert" + std::to_string(i), leaf_linear()));
     }
-    frozen = register_parameter("frozen", torch::rand({kWidth}), /*requires_grad=*/false);
+    frozen = register_parameter("frozen", torch::rand({kLeafWidth}), /*requires_grad=*/false);
   }
 
   torch::Tensor forward(torch::Tensor x) {
@@ -74,7 +74,7 @@ TORCH_MODULE(Cube);
 
 /// A loop whose length depends on data; returns the state and the states on the way.
 struct PonderImpl : torch::nn::Module {
-  PonderImpl() { fc = register_module("fc", linear()); }
+  PonderImpl() { fc = register_module("fc", leaf_linear()); }
 
   std::tuple<torch::Tensor, std::vector<torch::Tensor>> forward(std::vector<torch::Tensor> terms,
                                                                 double strength) {
@@ -92,7 +92,7 @@ TORCH_MODULE(Ponder);
 
 /// Depends on its parameters for some inputs only.
 struct GateImpl : torch::nn::Module {
-  GateImpl() { fc = register_module("fc", linear()); }
+  GateImpl() { fc = register_module("fc", leaf_linear()); }
   torch::Tensor forward(torch::Tensor x) {
     return x.sum().item<double>() > 0 ? torch::zeros_like(x) : fc(x);
   }
@@ -102,7 +102,7 @@ TORCH_MODULE(Gate);
 
 struct NormImpl : torch::nn::Module {
   explicit NormImpl(double dropout) {
-    norm = register_module("norm", torch::nn::BatchNorm1d(kWidth));
+    norm = register_module("norm", torch::nn::BatchNorm1d(kLeafWidth));
     drop = register_module("drop", torch::nn::Dropout(dropout));
     gate = register_module("gate", Gate());
   }
@@ -119,16 +119,16 @@ TORCH_MODULE(Norm);
 /// Everything a leaf is for, between ordinary layers.
 struct LeafNetImpl : torch::nn::Module {
   LeafNetImpl(bool leaves, double dropout) : opaque(leaves) {
-    in = register_module("in", linear());
+    in = register_module("in", leaf_linear());
     mixture = register_module("mixture", Mixture());
-    scale = register_parameter("scale", torch::rand({kWidth}));
+    scale = register_parameter("scale", torch::rand({kLeafWidth}));
     cube = register_module("cube", Cube(scale));
-    middle = register_module("middle", linear());
+    middle = register_module("middle", leaf_linear());
     ponder = register_module("ponder", Ponder());
     norm = register_module("norm", Norm(dropout));
     gate = register_module("gate", Gate());
     drop = register_module("drop", torch::nn::Dropout(dropout));
-    head = register_module("head", linear(kWidth, 1));
+    head = register_module("head", leaf_linear(kLeafWidth, 1));
   }
 
   torch::Tensor forward(torch::Tensor x) {
@@ -159,42 +159,42 @@ struct LeafNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(LeafNet);
 
-struct Layout {
+struct LeafLayout {
   int stages;
   int64_t microbatches;
   std::string pipeline;
   double dropout;
 };
 
-std::ostream& operator<<(std::ostream& out, const Layout& layout) {
+std::ostream& operator<<(std::ostream& out, const LeafLayout& layout) {
   return out << layout.stages << " stages, " << layout.microbatches << " microbatches, "
              << layout.pipeline << ", dropout " << layout.dropout;
 }
 
 constexpr int kSteps = 3;
-const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+const torch::optim::SGDOptions kLeafSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
 
-class Leaves : public ::testing::TestWithParam<Layout> {
+class Leaves : public ::testing::TestWithParam<LeafLayout> {
  protected:
   Leaves() {
     torch::set_num_threads(1);
     torch::manual_seed(31);
     const int64_t count = GetParam().microbatches;
     for (int i = 0; i < kSteps; ++i) {
-      x_.push_back(torch::randn({4 * count, kWidth}));
+      x_.push_back(torch::randn({4 * count, kLeafWidth}));
       y_.push_back(torch::randn({4 * count, 1}));
       // Other shapes than in training, so the evaluation is recorded on shapes.
-      evaluation_x_.push_back(torch::randn({5 * count, kWidth}));
+      evaluation_x_.push_back(torch::randn({5 * count, kLeafWidth}));
       evaluation_y_.push_back(torch::randn({5 * count, 1}));
     }
   }
 
   TrainingCase<LeafNet, Recipe<torch::optim::SGD, torch::optim::SGDOptions>> training() const {
-    const Layout& layout = GetParam();
+    const LeafLayout& layout = GetParam();
     // One process calls leaves plainly unless there is dropout in them: a leaf draws from one
     // stream.
     TrainingCase<LeafNet, Recipe<torch::optim::SGD, torch::optim::SGDOptions>> result(
-        [dropout = layout.dropout] { return LeafNet(dropout > 0, dropout); }, {kSgd});
+        [dropout = layout.dropout] { return LeafNet(dropout > 0, dropout); }, {kLeafSgd});
     result.prepare = [](LeafNet& net) { net->opaque = true; };
     result.config =
         stages(layout.stages).microbatches(layout.microbatches).pipeline(layout.pipeline);
@@ -223,8 +223,8 @@ TEST_P(Leaves, GiveTheBitsOfOneProcess) {
   expect_same(tested.run_on_ranks(), tested.run_plain());
 }
 
-std::vector<Layout> layouts() {
-  std::vector<Layout> result;
+std::vector<LeafLayout> layouts() {
+  std::vector<LeafLayout> result;
   for (int count : {1, 2, 3}) {
     for (int64_t microbatches : {1, 3}) {
       for (const char* pipeline : {"simple", "interleaved"}) {
@@ -243,7 +243,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Leaves, ::testing::ValuesIn(layouts()));
 struct CustomImpl : torch::nn::Module {
   using Body = std::function<Tensors(CustomImpl&, torch::Tensor)>;
   explicit CustomImpl(Body function) : body(std::move(function)) {
-    weight = register_parameter("weight", torch::ones({kWidth}));
+    weight = register_parameter("weight", torch::ones({kLeafWidth}));
   }
   Tensors forward(torch::Tensor x) { return body(*this, x); }
   Body body;
@@ -261,7 +261,7 @@ class LeafCalls : public ::testing::Test {
   struct NetImpl : torch::nn::Module {
     explicit NetImpl(const CustomImpl::Body& body) {
       custom = register_module("custom", Custom(body));
-      fc = register_module("fc", linear());
+      fc = register_module("fc", leaf_linear());
     }
     torch::Tensor forward(torch::Tensor x) { return leaf(custom)(fc(x))[0]; }
     Custom custom{nullptr};
@@ -272,7 +272,7 @@ class LeafCalls : public ::testing::Test {
   /// The text of the error of a step on `x`, then of an evaluation on the rows of it.
   template <class E = CaptureError>
   static std::string refusal(const CustomImpl::Body& body,
-                             const torch::Tensor& x = torch::randn({4, kWidth})) {
+                             const torch::Tensor& x = torch::randn({4, kLeafWidth})) {
     return error_of_run<E>(1, stages(1), [&] {
       DistributedModel<Net> model(Net{body});
       auto train = step([&](torch::Tensor input) {
@@ -289,7 +289,7 @@ class LeafCalls : public ::testing::Test {
 
 TEST_F(LeafCalls, OutsideOfAStepAreOrdinaryCalls) {
   Mixture mixture;
-  const auto x = torch::randn({5, kWidth});
+  const auto x = torch::randn({5, kLeafWidth});
   expect_equal(leaf(mixture)(x), mixture->forward(x), "result");
   std::shared_ptr<MixtureImpl> pointer = mixture.ptr();
   expect_equal(leaf(pointer)(x), mixture->forward(x), "result");
@@ -317,14 +317,14 @@ TEST_F(LeafCalls, OfASeedDrawFromOneStream) {
 
 TEST_F(LeafCalls, WithAnotherIntegerAreAnotherGraph) {
   struct RepeatImpl : torch::nn::Module {
-    RepeatImpl() { weight = register_parameter("weight", torch::ones({kWidth})); }
+    RepeatImpl() { weight = register_parameter("weight", torch::ones({kLeafWidth})); }
     torch::Tensor forward(torch::Tensor x, int64_t times, const std::string& how) {
       const auto y = x * weight;
       return how == "rows" ? y.repeat({times, 1}) : y.repeat({1, times});
     }
     torch::Tensor weight;
   };
-  const auto x = torch::randn({4, kWidth});
+  const auto x = torch::randn({4, kLeafWidth});
   run_as_threads(2, stages(2), [&] {
     auto repeat = std::make_shared<RepeatImpl>();
     DistributedModel<std::shared_ptr<RepeatImpl>> model(repeat);
@@ -412,7 +412,7 @@ TEST_F(LeafCalls, SayWhenTheyFailOnZeros) {
 }
 
 TEST_F(LeafCalls, RefuseAParameterThatIsNotTheirs) {
-  const auto x = torch::randn({4, kWidth});
+  const auto x = torch::randn({4, kLeafWidth});
   const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
     auto net = Net{[](CustomImpl&, torch::Tensor) { return Tensors{}; }};
     const auto weight = net->fc->weight;
@@ -432,9 +432,9 @@ TEST_F(LeafCalls, RefuseAParameterThatIsNotTheirs) {
 
 TEST_F(LeafCalls, RefuseAModuleThatBelongsToNoModel) {
   Custom stray([](CustomImpl& self, torch::Tensor x) { return Tensors{x * self.weight}; });
-  const auto x = torch::randn({4, kWidth});
+  const auto x = torch::randn({4, kLeafWidth});
   const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
-    DistributedModel<torch::nn::Linear> model(linear());
+    DistributedModel<torch::nn::Linear> model(leaf_linear());
     auto train = step([&](torch::Tensor input) {
       auto loss = leaf(stray)(model(input))[0].sum();
       model->backward(loss);
@@ -445,7 +445,7 @@ TEST_F(LeafCalls, RefuseAModuleThatBelongsToNoModel) {
 }
 
 TEST_F(LeafCalls, RefuseBackwardInside) {
-  const auto x = torch::randn({4, kWidth});
+  const auto x = torch::randn({4, kLeafWidth});
   const auto text = error_of_run<UsageError>(1, stages(1), [&] {
     const ModelCore* core = nullptr;
     DistributedModel<Net> model(Net{[&](CustomImpl& self, torch::Tensor y) {

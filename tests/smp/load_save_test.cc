@@ -134,7 +134,7 @@ std::ostream& operator<<(std::ostream& out, const Case& value) {
   return out << value.layout << ", " << torch::toString(value.precision.type);
 }
 
-Recipe recipe_of(const Precision& precision) {
+Recipe saved_recipe_of(const Precision& precision) {
   return recipe<to::AdamW>(precision, to::AdamWOptions(1e-2),
                            precision.type == torch::kHalf ? lively() : LossScaleOptions());
 }
@@ -154,7 +154,7 @@ class LoadSave : public ::testing::TestWithParam<Case> {
 
   void run(const Layout& layout, const std::function<void(Program&)>& body,
            const Program::Setup& setup = {}) const {
-    const Recipe recipe = recipe_of(GetParam().precision);
+    const Recipe recipe = saved_recipe_of(GetParam().precision);
     std::vector<Net> nets;
     for (int i = 0; i < layout.ranks(); ++i) {
       torch::manual_seed(setup.seed);

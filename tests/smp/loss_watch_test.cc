@@ -15,7 +15,7 @@ namespace {
 
 using namespace testing;
 
-constexpr int kSteps = 12;
+constexpr int kLossSteps = 12;
 
 /// Trains on inputs that are `bad` in microbatch 1 of the chosen steps and replicas, with or
 /// without returning the loss; returns the log.
@@ -42,7 +42,7 @@ std::string log_of(int stage_count, int replicas, double bad, const IsBad& is_ba
           return x.size(0);  // the loss is not returned
         },
         StepOptions().name("train"));
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < kLossSteps; ++i) {
       auto x = torch::ones({4, MlpImpl::kWidth});
       if (is_bad(i, dp_rank())) x[3][2] = bad;
       optimizer.zero_grad();

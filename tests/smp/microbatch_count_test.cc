@@ -13,7 +13,7 @@
 namespace smp::testing {
 namespace {
 
-const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
+const torch::optim::SGDOptions kCountSgd = torch::optim::SGDOptions(0.2).momentum(0.9);
 
 /// The most parts of one size, up to `most`.
 int expected_count(int64_t size, int most) {
@@ -24,7 +24,7 @@ int expected_count(int64_t size, int most) {
   return count;
 }
 
-struct Layout {
+struct CountLayout {
   int stages;
   int replicas;
   int64_t batch = 0;  // batch of a replica, in evaluation
@@ -32,7 +32,7 @@ struct Layout {
   int ranks() const { return stages * replicas; }
 };
 
-std::ostream& operator<<(std::ostream& out, const Layout& layout) {
+std::ostream& operator<<(std::ostream& out, const CountLayout& layout) {
   out << layout.stages << " stages x " << layout.replicas << " replicas";
   return layout.batch == 0 ? out : out << ", batches of " << layout.batch;
 }
@@ -45,7 +45,7 @@ Mlp make_dropout_net(double dropout = 0.25) {
   return Mlp(4, dropout);
 }
 
-struct Training {
+struct CountTraining {
   Config config;
   int replicas = 1;
   std::vector<int64_t> sizes;  // batch sizes of all replicas, by step
@@ -70,7 +70,7 @@ struct Training {
     const auto all = batches();
     Trace trace;
     Mlp net = make_dropout_net(dropout);
-    torch::optim::SGD optimizer(net->parameters(), kSgd);
+    torch::optim::SGD optimizer(net->parameters(), kCountSgd);
     for (size_t i = 0; i < sizes.size(); ++i) {
       optimizer.zero_grad();
       trace.losses.push_back(
@@ -92,7 +92,7 @@ struct Training {
     std::mutex mutex;
     run_as_threads(stages_of_each * replicas, config, [&] {
       DistributedModel<Mlp> model(make_dropout_net(dropout));
-      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+      DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kCountSgd);
       auto train = make_training(model, StepOptions().name("train"));
       for (size_t i = 0; i < sizes.size(); ++i) {
         optimizer.zero_grad();
@@ -111,7 +111,7 @@ struct Training {
   }
 };
 
-void expect_same(const Training::Trace& got, const Training::Trace& expected) {
+void expect_same_trace(const CountTraining::Trace& got, const CountTraining::Trace& expected) {
   ASSERT_EQ(got.losses.size(), expected.losses.size());
   for (size_t i = 0; i < got.losses.size(); ++i) {
     expect_equal(got.losses[i], expected.losses[i], "losses of step " + std::to_string(i));
@@ -131,30 +131,30 @@ class MicrobatchCount : public ApiTest {
   }
 };
 
-void expect_close(const torch::Tensor& got, const torch::Tensor& expected) {
+void expect_near(const torch::Tensor& got, const torch::Tensor& expected) {
   ASSERT_EQ(got.sizes(), expected.sizes());
   EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5)) << got - expected;
 }
 
-void expect_close(const Training::Trace& got, const Training::Trace& expected) {
+void expect_near(const CountTraining::Trace& got, const CountTraining::Trace& expected) {
   ASSERT_EQ(got.losses.size(), expected.losses.size());
   for (size_t i = 0; i < got.losses.size(); ++i) {
     ASSERT_EQ(got.losses[i].size(), expected.losses[i].size());
     for (size_t m = 0; m < got.losses[i].size(); ++m) {
-      expect_close(got.losses[i][m], expected.losses[i][m]);
+      expect_near(got.losses[i][m], expected.losses[i][m]);
     }
   }
   ASSERT_EQ(got.weights.size(), expected.weights.size());
-  for (const auto& [name, tensor] : expected.weights) expect_close(got.weights.at(name), tensor);
+  for (const auto& [name, tensor] : expected.weights) expect_near(got.weights.at(name), tensor);
 }
 
 class MicrobatchCountOfLayout : public MicrobatchCount,
-                                public ::testing::WithParamInterface<Layout> {};
+                                public ::testing::WithParamInterface<CountLayout> {};
 
 /// The last batches of an epoch, one of which has fewer samples than microbatches.
 TEST_P(MicrobatchCountOfLayout, Training) {
-  const Layout layout = GetParam();
-  Training training;
+  const CountLayout layout = GetParam();
+  CountTraining training;
   training.config = stages(layout.stages).microbatches(4).ddp(layout.replicas > 1);
   training.replicas = layout.replicas;
   const std::vector<std::pair<int64_t, int>> of_replica = {{12, 4}, {10, 2}, {7, 1}, {3, 3}};
@@ -162,17 +162,18 @@ TEST_P(MicrobatchCountOfLayout, Training) {
     training.sizes.push_back(size * layout.replicas);
     training.counts.push_back(count * layout.replicas);
   }
-  expect_same(training.on_ranks(layout.stages), training.plain());
+  expect_same_trace(training.on_ranks(layout.stages), training.plain());
 }
 
 INSTANTIATE_TEST_SUITE_P(Training, MicrobatchCountOfLayout,
-                         ::testing::Values(Layout{1, 1}, Layout{2, 1}, Layout{4, 1}, Layout{2, 2}));
+                         ::testing::Values(CountLayout{1, 1}, CountLayout{2, 1}, CountLayout{4, 1},
+                                           CountLayout{2, 2}));
 
 class MicrobatchCountOfEvaluation : public MicrobatchCount,
-                                    public ::testing::WithParamInterface<Layout> {};
+                                    public ::testing::WithParamInterface<CountLayout> {};
 
 TEST_P(MicrobatchCountOfEvaluation, OfTenThousandSamples) {
-  const Layout layout = GetParam();
+  const CountLayout layout = GetParam();
   constexpr int kMost = 8;
   constexpr int64_t kSamples = 10000;
   const auto x = torch::randn({kSamples, MlpImpl::kWidth});
@@ -223,22 +224,23 @@ TEST_P(MicrobatchCountOfEvaluation, OfTenThousandSamples) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, MicrobatchCountOfEvaluation,
-                         ::testing::Values(Layout{1, 1, 96}, Layout{2, 1, 96}, Layout{4, 1, 96},
-                                           Layout{2, 2, 96}, Layout{1, 1, 100}, Layout{2, 1, 100},
-                                           Layout{2, 2, 97}));
+                         ::testing::Values(CountLayout{1, 1, 96}, CountLayout{2, 1, 96},
+                                           CountLayout{4, 1, 96}, CountLayout{2, 2, 96},
+                                           CountLayout{1, 1, 100}, CountLayout{2, 1, 100},
+                                           CountLayout{2, 2, 97}));
 
 /// Replicas cut their batches as one process does that sums as they do.
 TEST_F(MicrobatchCount, GradientShardsAreCutAsReplicasCut) {
-  Training alone;
+  CountTraining alone;
   alone.config = stages(1).microbatches(4).gradient_shards(2);
   alone.sizes = {12, 10, 6};
   alone.counts = {4, 2, 2};
-  Training together = alone;
+  CountTraining together = alone;
   together.config = stages(1).microbatches(2).ddp(true);
   together.replicas = 2;
   const auto expected = together.plain();
-  expect_same(together.on_ranks(1), expected);
-  expect_same(alone.on_ranks(1), expected);
+  expect_same_trace(together.on_ranks(1), expected);
+  expect_same_trace(alone.on_ranks(1), expected);
 
   const auto text = error_of_run<UsageError>(1, alone.config, [&] {
     DistributedModel<Mlp> model(make_net());
@@ -342,7 +344,7 @@ TEST_F(MicrobatchCount, ReplicasMayEvaluateOtherNumbers) {
     const auto own = x_.narrow(0, 0, dp_rank() == 0 ? 4 : 5);
     const StepOutput out = forward(own);
     EXPECT_EQ(out.outputs().size(), static_cast<size_t>(own.size(0)));
-    expect_close(out.concat(), plain_outputs(own, 1)[0]);
+    expect_near(out.concat(), plain_outputs(own, 1)[0]);
     EXPECT_EQ(train(torch::cat({x_, x_}), torch::cat({y_, y_})).outputs().size(), 8u);
   });
   expect_has(::testing::internal::GetCapturedStderr(),
@@ -439,10 +441,10 @@ TEST_F(MicrobatchCount, OfAReplicaThatTrainsAloneInAJoin) {
   });
 }
 
-struct Weights {
+struct CutWeights {
   std::vector<float> values;
 
-  Weights smp_slice(int64_t count, int64_t microbatch, int64_t /*axis*/) const {
+  CutWeights smp_slice(int64_t count, int64_t microbatch, int64_t /*axis*/) const {
     const auto size = static_cast<int64_t>(values.size()) / count;
     const auto begin = values.begin() + microbatch * size;
     return {{begin, begin + size}};
@@ -456,10 +458,10 @@ TEST_F(MicrobatchCount, OfAllThatIsCut) {
     const auto x = x_.narrow(0, 0, 6);
     const Tensors plain = plain_outputs(x, 3);
     const std::vector<float> values = {1, 2, 3, 4, 5, 6};
-    auto weighted = step([&](torch::Tensor inputs, Weights weights) {
+    auto weighted = step([&](torch::Tensor inputs, CutWeights weights) {
       return (model(inputs).sum(1) * torch::tensor(weights.values)).sum();
     });
-    const Tensors sums = weighted(x, Weights{values}).outputs();
+    const Tensors sums = weighted(x, CutWeights{values}).outputs();
     EXPECT_EQ(weighted.microbatches(), 4);
     ASSERT_EQ(sums.size(), 3u);
     for (int m = 0; m < 3; ++m) {
@@ -514,21 +516,21 @@ TEST_F(MicrobatchCount, OfMoreMicrobatchesThanTheGuardSaw) {
 }
 
 TEST_F(MicrobatchCount, OfTrainingWhoseMicrobatchesRunTogether) {
-  Training training;
+  CountTraining training;
   training.config = stages(1).microbatches(8).numerics("fast").skip_tracing(true);
   training.sizes = {16, 12, 7, 11};
   training.counts = {8, 6, 7, 1};
   training.dropout = 0;  // random numbers are drawn for several microbatches at once
-  expect_close(training.on_ranks(1), training.plain());
+  expect_near(training.on_ranks(1), training.plain());
 }
 
 TEST_F(MicrobatchCount, OfTrainingInATensorParallelGroup) {
-  Training training;
+  CountTraining training;
   training.config = stages(1).microbatches(4).tensor_parallel_degree(2).ddp(true);
   training.replicas = 2;
   training.sizes = {16, 12, 14};
   training.counts = {8, 6, 2};
-  expect_close(training.on_ranks(1), training.plain());
+  expect_near(training.on_ranks(1), training.plain());
 }
 
 TEST_F(MicrobatchCount, OfMicrobatchesThatRunTogether) {
@@ -539,7 +541,7 @@ TEST_F(MicrobatchCount, OfMicrobatchesThatRunTogether) {
       const auto x = x_.narrow(0, 0, size);
       const StepOutput out = forward(x);
       EXPECT_EQ(out.outputs().size(), static_cast<size_t>(expected_count(size, 4)));
-      expect_close(out.concat(), plain_outputs(x, 1)[0]);
+      expect_near(out.concat(), plain_outputs(x, 1)[0]);
     }
   });
 }
@@ -554,7 +556,7 @@ TEST_F(MicrobatchCount, OfATensorParallelGroup) {
     const auto x = x_.narrow(0, rank(), 6);
     const StepOutput out = forward(x);
     EXPECT_EQ(out.outputs().size(), 3u);
-    expect_close(out.concat(), plain_outputs(x, 1)[0]);
+    expect_near(out.concat(), plain_outputs(x, 1)[0]);
   });
 }
 

@@ -68,6 +68,14 @@ struct TinyGptImpl : torch::nn::Module {
 };
 TORCH_MODULE(TinyGpt);
 
+struct TiedGpt : TinyGptImpl {
+  TiedGpt() : TinyGptImpl(/*tied=*/true) {}
+};
+
+struct UntiedGpt : TinyGptImpl {
+  UntiedGpt() : TinyGptImpl(/*tied=*/false) {}
+};
+
 /// A convolutional network with BatchNorm, in-place ReLU, a skip connection and dropout.
 struct TinyConvNetImpl : torch::nn::Module {
   TinyConvNetImpl() {

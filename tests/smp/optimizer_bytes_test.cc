@@ -13,6 +13,7 @@
 #include "comm/threads/run_ranks.h"
 #include "partitioner/predict.h"
 #include "runtime/runtime.h"
+#include "runtime/session/session.h"
 #include "runtime/step/planning.h"
 #include "smp/optim.h"
 #include "tests/smp/oracle.h"
@@ -240,8 +241,8 @@ TEST(OptimizerBytes, TheSameWhereOneRankSetsTheDefault) {
     comm::run_ranks(2, [&](const comm::CommunicatorPtr& world) {
       auto config = config_of(2).timeout_seconds(20);
       if (world->rank() == setting) config.optimizer_state_factor(kUnknownIsAdam);
-      const runtime::ThreadRuntime here(std::make_shared<runtime::Runtime>(
-          config, world, std::vector<std::string>(2, "threads")));
+      const runtime::ThreadRuntime here(
+          runtime::start_runtime(config, world, std::vector<std::string>(2, "threads")));
       DistributedModel<Net> model(nets[rank()]);
       const DistributedOptimizer<to::SGD> optimizer(model->parameters(), to::SGDOptions(0.1));
       step([&](torch::Tensor input) {

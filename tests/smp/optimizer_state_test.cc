@@ -23,7 +23,7 @@ namespace to = torch::optim;
 using Net = torch::nn::Sequential;
 
 /// Gradients of several pieces.
-Net make_net() {
+Net make_state_net() {
   torch::manual_seed(3);
   return Net(torch::nn::Linear(13, 20), torch::nn::Tanh(), torch::nn::Linear(20, 17),
              torch::nn::Tanh(), torch::nn::Linear(17, 1));
@@ -43,11 +43,11 @@ std::ostream& operator<<(std::ostream& out, const Layout& layout) {
              << (layout.sharded ? ", sharded" : "") << ", degree " << layout.degree;
 }
 
-constexpr int kMicrobatches = 4, kShards = 4;  // numbers of a step, whatever the layout
+constexpr int kStateMicrobatches = 4, kShards = 4;  // numbers of a step, whatever the layout
 
 Config config_of(const Layout& layout) {
   return stages(layout.stages)
-      .microbatches(kMicrobatches / layout.replicas)
+      .microbatches(kStateMicrobatches / layout.replicas)
       .ddp(true)
       .gradient_shards(kShards)
       .bucket_cap_mb(0.001)
@@ -60,7 +60,7 @@ Config config_of(const Layout& layout) {
 
 torch::Tensor batch_of_step(int step) {
   torch::manual_seed(70 + step);
-  return torch::randn({2 * kMicrobatches, 13});
+  return torch::randn({2 * kStateMicrobatches, 13});
 }
 
 /// The state that a run leaves.
@@ -75,14 +75,14 @@ const auto kLamb = recipe<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.
 
 template <class Recipe>
 Saved train_plain_net(const Recipe& recipe, int steps) {
-  const auto net = make_net();
+  const auto net = make_state_net();
   const auto parameters = net->parameters();
   const auto optimizer = recipe.plain(parameters);
   for (int i = 0; i < steps; ++i) {
     optimizer->zero_grad();
     const auto x = batch_of_step(i);
-    plain_backward(parameters, kShards, kMicrobatches / kShards, [&](int m) {
-      return Net(net)->forward(part(x, kMicrobatches, m)).square().mean();
+    plain_backward(parameters, kShards, kStateMicrobatches / kShards, [&](int m) {
+      return Net(net)->forward(part(x, kStateMicrobatches, m)).square().mean();
     });
     optimizer->step();
   }
@@ -114,7 +114,7 @@ void train_ranks_net(const Layout& layout, const Recipe& recipe, int first, int 
   SCOPED_TRACE(c10::str(layout));
   torch::set_num_threads(1);
   std::vector<Net> nets;
-  for (int i = 0; i < layout.ranks(); ++i) nets.push_back(make_net());
+  for (int i = 0; i < layout.ranks(); ++i) nets.push_back(make_state_net());
   std::vector<torch::Tensor> batches;
   for (int i = 0; i < last; ++i) batches.push_back(batch_of_step(i));
   run_as_threads(layout.ranks(), config_of(layout), [&] {
@@ -255,7 +255,7 @@ TEST(OptimizerState, PiecesNameTheirElements) {
     EXPECT_GT(elements, 0);
     Named got;
     std::vector<Net> nets;
-    for (int i = 0; i < layout.ranks(); ++i) nets.push_back(make_net());
+    for (int i = 0; i < layout.ranks(); ++i) nets.push_back(make_state_net());
     run_as_threads(layout.ranks(), config_of(layout), [&] {
       DistributedModel<Net> net(nets[rank()]);
       auto optimizer = kAdam.make<DistributedOptimizer<to::Adam>>(net->parameters());
@@ -287,7 +287,7 @@ TEST(OptimizerState, PiecesNameTheirElements) {
 /// Groups of one parameter each, so that a replica has pieces of some only, in another order than
 /// they were saved in.
 TEST(OptimizerState, OptionsFollowParametersOfWhichAReplicaHasNoPiece) {
-  std::vector<Net> nets{make_net(), make_net()};
+  std::vector<Net> nets{make_state_net(), make_state_net()};
   run_as_threads(2, stages(1).ddp(true).shard_optimizer_state(true), [&] {
     DistributedModel<Net> model(nets[rank()]);
     // None of them Adam's own 1e-3, which a newer libtorch takes for a rate that was not given.
@@ -313,7 +313,7 @@ TEST(OptimizerState, OptionsFollowParametersOfWhichAReplicaHasNoPiece) {
 
 /// Before the first step every rank has everything.
 TEST(OptimizerState, BeforeTheFirstStep) {
-  std::vector<Net> nets{make_net(), make_net()};
+  std::vector<Net> nets{make_state_net(), make_state_net()};
   run_as_threads(2, config_of({2, 1, false}), [&] {
     DistributedModel<Net> model(nets[rank()]);
     auto optimizer = kAdam.make<DistributedOptimizer<to::Adam>>(model->parameters());
@@ -329,14 +329,14 @@ TEST(OptimizerState, BeforeTheFirstStep) {
 
 /// It would be given its state in the first step.
 TEST(OptimizerState, OfAnOptimizerThatIsGoneBeforeTheFirstStep) {
-  std::vector<Net> nets{make_net(), make_net()};
+  std::vector<Net> nets{make_state_net(), make_state_net()};
   run_as_threads(2, config_of({2, 1, false}), [&] {
     DistributedModel<Net> model(nets[rank()]);
     {
       auto gone = kAdam.make<DistributedOptimizer<to::Adam>>(model->parameters());
       gone->load_state_dict(gone->state_dict());
     }
-    step([&](torch::Tensor x) { return model(x); })(torch::ones({kMicrobatches, 13}));
+    step([&](torch::Tensor x) { return model(x); })(torch::ones({kStateMicrobatches, 13}));
     EXPECT_TRUE(model->partitioned());
   });
 }

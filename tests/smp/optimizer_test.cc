@@ -21,7 +21,7 @@ namespace {
 using namespace testing;
 namespace to = torch::optim;
 
-const auto kLamb = recipe<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.05), true);
+const auto kLambStep = recipe<optim::Lamb>(optim::LambOptions(0.02).max_grad_norm(0.05), true);
 const auto kNovoGrad =
     recipe<optim::NovoGrad>(optim::NovoGradOptions(0.02).weight_decay(0.01), true);
 const auto kFusedAdamW =
@@ -35,11 +35,11 @@ const std::vector<Training> kWhole{{1, 1, false}, {2, 1, false}, {3, 1, false}, 
 const std::vector<Training> kPieces{{1, 2, true}, {1, 3, true}, {2, 2, true}};
 
 /// The norm that LAMB clips by is that over all ranks.
-TEST(Optimizers, LambOverStages) { expect_as_plain(kLamb, kWhole); }
+TEST(Optimizers, LambOverStages) { expect_as_plain(kLambStep, kWhole); }
 TEST(Optimizers, NovoGradOverStages) { expect_as_plain(kNovoGrad, kWhole); }
 TEST(Optimizers, FusedOverStages) { expect_as_plain(kFusedAdamW, kWhole); }
 /// Norms of parameters, gradients and updates are those of whole ones.
-TEST(Optimizers, LambOnPieces) { expect_as_plain(kLamb, kPieces); }
+TEST(Optimizers, LambOnPieces) { expect_as_plain(kLambStep, kPieces); }
 TEST(Optimizers, NovoGradOnPieces) {
   expect_as_plain(kNovoGrad, kPieces);
   auto largest = kNovoGrad;
@@ -66,16 +66,6 @@ struct Ranks {
 /// Trains in step i on a batch of its own, and returns the mean loss.
 using Train = std::function<torch::Tensor(int)>;
 
-torch::Tensor input_of(int step) {
-  torch::manual_seed(50 + step);
-  return torch::randn({4, MlpImpl::kWidth});
-}
-
-Mlp make_mlp() {
-  torch::manual_seed(3);
-  return Mlp();
-}
-
 /// `program(Plain() or Ranks(), parameters, train)` ends with the same weights in one plain process
 /// and on one to three stages.
 template <class Program>
@@ -84,7 +74,7 @@ void expect_same_program(const Program& program) {
   const auto plain = make_mlp();
   const auto parameters = unique_parameters(*plain);
   program(Plain(), parameters, Train([&](int i) {
-            const auto x = input_of(i);
+            const auto x = mlp_input(i);
             const auto losses = plain_backward(parameters, 1, 2, [&](int m) {
               return Mlp(plain)->forward(part(x, 2, m)).square().mean();
             });
@@ -95,7 +85,7 @@ void expect_same_program(const Program& program) {
     std::vector<Mlp> nets;
     for (int i = 0; i < count; ++i) nets.push_back(make_mlp());
     std::vector<torch::Tensor> inputs;
-    for (int i = 0; i < 8; ++i) inputs.push_back(input_of(i));
+    for (int i = 0; i < 8; ++i) inputs.push_back(mlp_input(i));
     run_as_threads(count, stages(count), [&] {
       DistributedModel<Mlp> model(nets[rank()]);
       auto train = step([&](torch::Tensor x) {
@@ -226,7 +216,7 @@ TEST(DistributedOptimizer, SeveralOverPartsOfAModel) {
 /// Its rank would clip by the norm of its own gradients.
 TEST(DistributedOptimizer, IsNeededByAnOptimizerThatClips) {
   const std::vector<Mlp> nets{make_mlp(), make_mlp()};
-  const auto input = input_of(0);
+  const auto input = mlp_input(0);
   const std::string text = error_of_run<UsageError>(2, Config().partitions(2).microbatches(1), [&] {
     DistributedModel<Mlp> model(nets[rank()]);
     optim::Lamb lamb(model->parameters(), optim::LambOptions(0.1).max_grad_norm(1));
@@ -247,12 +237,12 @@ TEST(DistributedOptimizer, MadeFromThePlainModule) {
   for (int i = 0; i < 3; ++i) {
     optimizer.zero_grad();
     plain_backward(parameters, 1, 2, [&](int m) {
-      return Mlp(plain)->forward(part(input_of(i), 2, m)).square().mean();
+      return Mlp(plain)->forward(part(mlp_input(i), 2, m)).square().mean();
     });
     optimizer.step();
   }
   std::vector<Mlp> nets{make_mlp(), make_mlp()};
-  std::vector<torch::Tensor> inputs{input_of(0), input_of(1), input_of(2)};
+  std::vector<torch::Tensor> inputs{mlp_input(0), mlp_input(1), mlp_input(2)};
   run_as_threads(2, stages(2), [&] {
     to::Adam adam(nets[rank()]->parameters(), to::AdamOptions(0.1));
     DistributedModel<Mlp> model(nets[rank()]);

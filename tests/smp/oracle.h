@@ -48,6 +48,20 @@ struct MlpImpl : torch::nn::Module {
 };
 TORCH_MODULE(Mlp);
 
+/// The same weights at each call with a seed.
+inline Mlp make_mlp(uint64_t seed = 3, torch::Dtype dtype = torch::kFloat) {
+  torch::manual_seed(seed);
+  Mlp net;
+  net->to(dtype);
+  return net;
+}
+
+/// A batch of 4 samples, the same at each call with a number.
+inline torch::Tensor mlp_input(int number) {
+  torch::manual_seed(50 + number);
+  return torch::randn({4, MlpImpl::kWidth});
+}
+
 /// Parameters, each once, in the order of registration.
 inline Tensors unique_parameters(const torch::nn::Module& module) {
   Tensors result;

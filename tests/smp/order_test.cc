@@ -12,13 +12,13 @@
 namespace smp::testing {
 namespace {
 
-constexpr int64_t kWide = 32;
+constexpr int64_t kOrderWidth = 32;
 
 /// Towers over a common trunk, written layer by layer; the last is the deepest. The trunk's
 /// gradient is a sum of several, so that their order shows in its bits; batch norm writes buffers.
 struct TowersImpl : torch::nn::Module {
   TowersImpl() {
-    trunk = register_module("trunk", torch::nn::Linear(kWide, kWide));
+    trunk = register_module("trunk", torch::nn::Linear(kOrderWidth, kOrderWidth));
     for (int tower = 0; tower < kTowers; ++tower) {
       towers.emplace_back();
       for (int i = 0; i < (tower + 1 == kTowers ? 4 : 2); ++i) {
@@ -26,13 +26,14 @@ struct TowersImpl : torch::nn::Module {
             make_layer("tower" + std::to_string(tower) + "_" + std::to_string(i)));
       }
     }
-    head = register_module("head", torch::nn::Linear((kTowers + 1) * kWide, 1));
+    head = register_module("head", torch::nn::Linear((kTowers + 1) * kOrderWidth, 1));
   }
 
   torch::nn::Sequential make_layer(const std::string& name) {
     return register_module(
-        name, torch::nn::Sequential(torch::nn::Linear(kWide, kWide), torch::nn::BatchNorm1d(kWide),
-                                    torch::nn::Dropout(0.2), torch::nn::ReLU(true)));
+        name, torch::nn::Sequential(torch::nn::Linear(kOrderWidth, kOrderWidth),
+                                    torch::nn::BatchNorm1d(kOrderWidth), torch::nn::Dropout(0.2),
+                                    torch::nn::ReLU(true)));
   }
 
   torch::Tensor forward(torch::Tensor x) {
@@ -53,27 +54,27 @@ struct TowersImpl : torch::nn::Module {
 };
 TORCH_MODULE(Towers);
 
-struct Layout {
+struct OrderLayout {
   int stages;
   std::string pipeline;
 };
 
-std::ostream& operator<<(std::ostream& out, const Layout& layout) {
+std::ostream& operator<<(std::ostream& out, const OrderLayout& layout) {
   return out << layout.stages << " stages, " << layout.pipeline;
 }
 
-constexpr int kSteps = 4;
+constexpr int kOrderSteps = 4;
 constexpr int kMicrobatches = 3;
 
 /// Another size in the third step, which makes another graph, and another loss weight in each.
 int64_t batch_size(int step) { return step == 2 ? 6 : 9; }
-double loss_weight(int step) { return 1.0 + 0.3 * step; }
+double order_weight(int step) { return 1.0 + 0.3 * step; }
 
 torch::Tensor loss_of(const torch::Tensor& prediction, const torch::Tensor& y, double weight) {
   return torch::mse_loss(prediction, y) * weight;
 }
 
-struct Trace {
+struct OrderTrace {
   std::vector<Tensors> losses;  // losses by step; by microbatch
   Tensors evaluations;          // evaluations by step
   Named weights;
@@ -82,28 +83,29 @@ struct Trace {
 std::vector<std::pair<torch::Tensor, torch::Tensor>> make_batches() {
   torch::manual_seed(3);
   std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kOrderSteps; ++i) {
     const int64_t size = batch_size(i);
-    batches.emplace_back(torch::randn({size, kWide}), torch::randn({size, 1}));
+    batches.emplace_back(torch::randn({size, kOrderWidth}), torch::randn({size, 1}));
   }
   return batches;
 }
 
-const torch::optim::SGDOptions kSgd = torch::optim::SGDOptions(0.05).momentum(0.9);
+const torch::optim::SGDOptions kOrderSgd = torch::optim::SGDOptions(0.05).momentum(0.9);
 
-Trace run_plain() {
+OrderTrace run_plain() {
   torch::manual_seed(5);
   Towers net;
-  torch::optim::SGD optimizer(net->parameters(), kSgd);
+  torch::optim::SGD optimizer(net->parameters(), kOrderSgd);
   const auto batches = make_batches();
-  Trace run;
-  for (int i = 0; i < kSteps; ++i) {
+  OrderTrace run;
+  for (int i = 0; i < kOrderSteps; ++i) {
     const auto& [x, y] = batches[i];
     optimizer.zero_grad();
     run.losses.push_back(
         plain_backward(net->parameters(), 1, kMicrobatches, [&, &x = x, &y = y](int m) {
           const KeyedRandom random(kSeed, "step 0", i, m);
-          return loss_of(net(part(x, kMicrobatches, m)), part(y, kMicrobatches, m), loss_weight(i));
+          return loss_of(net(part(x, kMicrobatches, m)), part(y, kMicrobatches, m),
+                         order_weight(i));
         }));
     optimizer.step();
     net->eval();
@@ -118,7 +120,7 @@ Trace run_plain() {
 }
 
 /// Costs are estimated, so that the plan does not depend on the machine.
-Config config_of(const Layout& layout) {
+Config config_of(const OrderLayout& layout) {
   return stages(layout.stages)
       .microbatches(kMicrobatches)
       .pipeline(layout.pipeline)
@@ -127,10 +129,10 @@ Config config_of(const Layout& layout) {
 }
 
 /// `pinned`: the trunk is pinned to where it is anyway, which keeps the program's order.
-Trace run_distributed(const Layout& layout, const Config& config, std::string* report = nullptr,
-                      bool pinned = false) {
-  Trace run;
-  run.losses.resize(kSteps);
+OrderTrace run_distributed(const OrderLayout& layout, const Config& config,
+                           std::string* report = nullptr, bool pinned = false) {
+  OrderTrace run;
+  run.losses.resize(kOrderSteps);
   const auto batches = make_batches();
   torch::manual_seed(5);
   const Towers prototype;
@@ -139,18 +141,18 @@ Trace run_distributed(const Layout& layout, const Config& config, std::string* r
     copy_values(*prototype, *net);
     if (pinned) set_partition(net->trunk, 0);
     DistributedModel<Towers> model(net);
-    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kSgd);
+    DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOrderSgd);
     auto train = step([&](torch::Tensor x, torch::Tensor y, double weight) {
       auto loss = loss_of(model(x), y, weight);
       model->backward(loss);
       return loss;
     });
     auto evaluate = step([&](torch::Tensor x) { return model(x); });
-    for (int i = 0; i < kSteps; ++i) {
+    for (int i = 0; i < kOrderSteps; ++i) {
       const auto& [x, y] = batches[i];
       model->train();
       optimizer.zero_grad();
-      const auto losses = train(x, y, loss_weight(i)).outputs();
+      const auto losses = train(x, y, order_weight(i)).outputs();
       optimizer.step();
       model->eval();
       const auto predictions = torch::cat(evaluate(x).outputs());
@@ -175,20 +177,20 @@ double traffic_of(const std::string& report) {
   return std::stod(found[1]) * unit;
 }
 
-class Order : public ::testing::TestWithParam<Layout> {
+class Order : public ::testing::TestWithParam<OrderLayout> {
  protected:
   void SetUp() override { at::set_num_threads(1); }
 };
 
 TEST_P(Order, TrainsWithTheNumbersOfOneProcess) {
-  const Trace plain = run_plain();
+  const OrderTrace plain = run_plain();
   std::string report;
-  const Trace run = run_distributed(GetParam(), config_of(GetParam()), &report);
+  const OrderTrace run = run_distributed(GetParam(), config_of(GetParam()), &report);
   // On 2 and 4 stages the search finds no order that is clearly better.
   if (GetParam().stages == 3) {
     expect_has(report, {"operators run in another place than in the program"});
   }
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kOrderSteps; ++i) {
     expect_equal(run.losses[i], plain.losses[i], "losses of step " + std::to_string(i));
   }
   expect_equal(run.evaluations, plain.evaluations, "evaluations");
@@ -196,13 +198,14 @@ TEST_P(Order, TrainsWithTheNumbersOfOneProcess) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Order,
-                         ::testing::Values(Layout{2, "simple"}, Layout{2, "interleaved"},
-                                           Layout{3, "simple"}, Layout{3, "interleaved"},
-                                           Layout{4, "simple"}, Layout{4, "interleaved"}));
+                         ::testing::Values(OrderLayout{2, "simple"}, OrderLayout{2, "interleaved"},
+                                           OrderLayout{3, "simple"}, OrderLayout{3, "interleaved"},
+                                           OrderLayout{4, "simple"},
+                                           OrderLayout{4, "interleaved"}));
 
 TEST(OrderOfOperators, SendsLessThanTheOrderOfTheProgram) {
   at::set_num_threads(1);
-  const Layout layout{3, "interleaved"};
+  const OrderLayout layout{3, "interleaved"};
   std::string ordered, program;
   run_distributed(layout, config_of(layout), &ordered);
   run_distributed(layout, config_of(layout), &program, /*pinned=*/true);
@@ -215,12 +218,12 @@ TEST(OrderOfOperators, IsSavedAndLoaded) {
   const std::string path =
       (std::filesystem::path(::testing::TempDir()) / "order_partition.json").string();
   std::filesystem::remove(path);
-  const Layout layout{3, "interleaved"};
+  const OrderLayout layout{3, "interleaved"};
   const Config config = config_of(layout).partition_file(path);
   std::string saved, loaded, kept;
-  const Trace first = run_distributed(layout, config, &saved);
-  const Trace second = run_distributed(layout, Config(config).load_partition(true), &loaded);
-  const Trace third = run_distributed(layout, config, &kept);
+  const OrderTrace first = run_distributed(layout, config, &saved);
+  const OrderTrace second = run_distributed(layout, Config(config).load_partition(true), &loaded);
+  const OrderTrace third = run_distributed(layout, config, &kept);
   expect_has(saved, {"operators run in another place than in the program"});
   EXPECT_EQ(loaded, saved);
   EXPECT_EQ(kept, saved);

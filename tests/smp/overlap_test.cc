@@ -340,10 +340,6 @@ TEST(ShardedSums, TakeTheMemoryOfAPart) {
 TEST(Overlap, OfReplicasThatTakeDifferentWays) {
   torch::set_num_threads(1);
   constexpr int kReplicas = 2, kMicrobatches = 2;
-  const auto make = [](int seed) {
-    torch::manual_seed(seed);
-    return Mlp();
-  };
   const auto data = torch::randn({kSteps, kReplicas, 8, MlpImpl::kWidth});
   const auto loss_of = [](Mlp& a, Mlp& b, const torch::Tensor& x, int step, int replica) {
     // All begin with one graph.
@@ -358,7 +354,7 @@ TEST(Overlap, OfReplicasThatTakeDifferentWays) {
     for (const auto& parameter : b->parameters()) all.push_back(parameter);
     return all;
   };
-  Mlp plain_a = make(3), plain_b = make(5);
+  Mlp plain_a = make_mlp(3), plain_b = make_mlp(5);
   const Tensors all = both_of(plain_a, plain_b);
   torch::optim::Adam plain(all, 0.01);
   for (int i = 0; i < kSteps; ++i) {
@@ -376,8 +372,8 @@ TEST(Overlap, OfReplicasThatTakeDifferentWays) {
       const int ranks = count * kReplicas;
       std::vector<Mlp> as, bs;
       for (int rank = 0; rank < ranks; ++rank) {
-        as.push_back(make(3));
-        bs.push_back(make(5));
+        as.push_back(make_mlp(3));
+        bs.push_back(make_mlp(5));
       }
       const auto config =
           stages(count).ddp(true).bucket_cap_mb(1e-4).shard_optimizer_state(sharded);

@@ -7,6 +7,9 @@
 
 #include "graph/absent.h"
 #include "graph/allocations.h"
+#include "partitioner/predict.h"
+#include "pipeline/generators.h"
+#include "pipeline/simulator.h"
 #include "runtime/runtime.h"
 #include "runtime/step/pipeline_choice.h"
 #include "tests/smp/oracle.h"
@@ -103,6 +106,36 @@ TEST_P(Peak, IsPredictedWithinATenth) {
 INSTANTIATE_TEST_SUITE_P(Schedules, Peak,
                          ::testing::Values("simple", "interleaved", "1f1b", "eager_1f1b",
                                            "interleaved_1f1b", "breadth_first", "zb_h1"));
+
+/// The plan has room for all that the list keeps, in microbatches of one stage. A `list` is made
+/// for the room that the plan leaves.
+TEST(PredictedInFlight, IsAtLeastWhatTheListKeeps) {
+  for (const auto& kind : pipeline::schedule_kinds()) {
+    for (int ranks = 2; kind.trains && kind.name != "list" && ranks <= 5; ++ranks) {
+      for (const int microbatches : {1, 2, 3, 5, 8, 13}) {
+        SCOPED_TRACE(c10::str(kind.name, ", ", ranks, " ranks, ", microbatches, " microbatches"));
+        auto options = kind.place(ranks, /*per_rank=*/0, microbatches);
+        const auto model = runtime::step_model(Config().partitions(ranks).pipeline(kind.name),
+                                               ranks, microbatches, /*replicas=*/1);
+        options.active_microbatches(model.active_microbatches());
+        auto costs = pipeline::StageCosts::uniform(options.stages());
+        costs.kept.assign(options.stages(), 1);
+        const auto schedule = pipeline::lower(kind.generate(options), options.edges());
+        const auto kept = pipeline::simulate(schedule, options.edges(), costs).peak_memory;
+        std::vector<double> predicted(ranks, 0);
+        for (int stage = 0; stage < options.stages(); ++stage) {
+          predicted[options.rank_of_stage()[stage]] +=
+              partitioner::microbatches_in_flight(model, /*trains=*/true, stage, options.stages());
+        }
+        for (int rank = 0; rank < ranks; ++rank) EXPECT_GE(predicted[rank], kept[rank]) << rank;
+        const bool is_exact = kind.name == "simple" || kind.name == "interleaved";
+        if (is_exact) {
+          EXPECT_EQ(predicted, kept);
+        }
+      }
+    }
+  }
+}
 
 /// Sixteen weights of 256 KiB, and next to no activations.
 TEST(PeakOfGradients, IsLittleAboveTheSums) {

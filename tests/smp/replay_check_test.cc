@@ -25,12 +25,12 @@ namespace to = torch::optim;
 using parity::Layout;
 using Pass = GeluFault::Pass;
 
-constexpr int kMicrobatches = 4;
+constexpr int kReplayMicrobatches = 4;
 
 Config config_of(int stages, int replicas) {
   return Config()
       .partitions(stages)
-      .microbatches(kMicrobatches)
+      .microbatches(kReplayMicrobatches)
       .pipeline("1f1b")
       .ddp(replicas > 1)
       .placement_strategy("cluster")
@@ -49,7 +49,7 @@ std::map<int, std::string> train(
   torch::manual_seed(5);
   std::vector<TinyGpt> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(TinyGpt(/*tied=*/true, /*layers=*/4, 0.0));
-  const auto batch = TinyGptImpl::batch(2 * kMicrobatches);
+  const auto batch = TinyGptImpl::batch(2 * kReplayMicrobatches);
   std::map<int, std::string> errors;
   std::mutex mutex;
   run_as_threads(ranks, config, [&] {
@@ -104,14 +104,14 @@ std::map<int, std::string> train_with_fault(const Layout& layout, int step, int 
   thread_local int per_microbatch = 0;
   return train(ranks, config, step, [&](int now, auto&) {
     if (now == 2) GeluFault::clear();
-    if (now == 3) per_microbatch = GeluFault::calls(pass) / kMicrobatches;
+    if (now == 3) per_microbatch = GeluFault::calls(pass) / kReplayMicrobatches;
     if (now != step || rank() != victim) return;
     EXPECT_GT(per_microbatch, 0);
     GeluFault::plant(pass, first(per_microbatch));
   });
 }
 
-const Layout kPipeline{2, 1, kMicrobatches, "1f1b"};
+const Layout kPipeline{2, 1, kReplayMicrobatches, "1f1b"};
 
 /// The second check is of microbatch 1 of stage 0, the third of microbatch 1 of stage 1.
 TEST(ReplayCheck, NamesAResultThatHasAnotherBit) {
@@ -145,14 +145,14 @@ TEST(ReplayCheck, NamesAGradientThatHasAnotherBit) {
 TEST(ReplayCheck, DoubtsTheRankThatRunsAgain) {
   const auto errors =
       train_with_fault(kPipeline, 2 * kPeriod, 1, Pass::kForward,
-                       [](int per_microbatch) { return kMicrobatches * per_microbatch; });
+                       [](int per_microbatch) { return kReplayMicrobatches * per_microbatch; });
   expect_has(same_error(errors, 2),
              {"(aten::gelu", "gave what the first gave: the second is the one to doubt"});
 }
 
 /// Its second check is of microbatch 2 of its one stage.
 TEST(ReplayCheck, OfOneRankRunsOnTheSame) {
-  const auto errors = train_with_fault({1, 1, kMicrobatches, "1f1b"}, 2 * kPeriod, 0,
+  const auto errors = train_with_fault({1, 1, kReplayMicrobatches, "1f1b"}, 2 * kPeriod, 0,
                                        Pass::kForward, [](int each) { return 2 * each; });
   expect_has(same_error(errors, 1),
              {"(aten::gelu", "microbatch 2 of stage 0 ran, world rank 0",
@@ -161,7 +161,7 @@ TEST(ReplayCheck, OfOneRankRunsOnTheSame) {
 
 /// Replicas without a pipeline look after each other.
 TEST(ReplayCheck, OfReplicasRunsOnTheNext) {
-  const auto errors = train_with_fault({1, 3, kMicrobatches, "1f1b"}, 2 * kPeriod, 2,
+  const auto errors = train_with_fault({1, 3, kReplayMicrobatches, "1f1b"}, 2 * kPeriod, 2,
                                        Pass::kForward, [](int each) { return 2 * each; });
   expect_has(same_error(errors, 3), {"(aten::gelu", "microbatch 10 of stage 0 ran, world rank 2",
                                      "ran again on the same numbers, world rank 0"});
@@ -218,7 +218,7 @@ std::vector<torch::Tensor> results_of(int ranks, const Config& config, bool chec
   torch::manual_seed(5);
   std::vector<TinyGpt> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(TinyGpt(/*tied=*/true));
-  const auto batch = TinyGptImpl::batch(2 * kMicrobatches);
+  const auto batch = TinyGptImpl::batch(2 * kReplayMicrobatches);
   std::vector<torch::Tensor> results;
   std::mutex mutex;
   run_as_threads(ranks, config, [&] {
@@ -286,7 +286,7 @@ int64_t peak_of_step(const Config& config) {
       model->backward(loss);
       return loss;
     });
-    const auto x = torch::ones({kMicrobatches, kWidth});
+    const auto x = torch::ones({kReplayMicrobatches, kWidth});
     step(x);  // captures
     step(x);
     const graph::Allocations allocations;

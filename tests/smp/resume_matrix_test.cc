@@ -82,8 +82,8 @@ std::vector<Change> changes() {
           {"ShardedReplicasToStages", {1, 2, "interleaved", true}, {2, 1, "1f1b"}}};
 }
 
-struct Case {
-  friend std::ostream& operator<<(std::ostream& out, const Case& one) {
+struct ResumeCase {
+  friend std::ostream& operator<<(std::ostream& out, const ResumeCase& one) {
     return out << one.optimizer << ", " << one.precision << ", " << one.change.name;
   }
   NamedRecipe optimizer;
@@ -91,7 +91,7 @@ struct Case {
   Change change;
 };
 
-class Resume : public ::testing::TestWithParam<Case> {};
+class Resume : public ::testing::TestWithParam<ResumeCase> {};
 
 TEST_P(Resume, IsAsWithoutAnInterruption) {
   torch::set_num_threads(1);
@@ -107,8 +107,8 @@ TEST_P(Resume, IsAsWithoutAnInterruption) {
   expect_same(joined(first, train_ranks(change.to, recipe, {kHalfWay, kSteps, path, ""})), plain);
 }
 
-std::vector<Case> cases() {
-  std::vector<Case> product;
+std::vector<ResumeCase> resume_cases() {
+  std::vector<ResumeCase> product;
   for (const NamedRecipe& optimizer : optimizers()) {
     for (const NamedPrecision& precision : precisions()) {
       for (const Change& change : changes()) {
@@ -116,12 +116,12 @@ std::vector<Case> cases() {
       }
     }
   }
-  return cases_of(product, [](const Case& one) {
+  return cases_of(product, [](const ResumeCase& one) {
     return Factors{one.optimizer.name, one.precision.name, one.change.name};
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Each, Resume, ::testing::ValuesIn(cases()), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(Each, Resume, ::testing::ValuesIn(resume_cases()), [](const auto& info) {
   return std::string(info.param.optimizer.name) + "In" + info.param.precision.name + "_" +
          info.param.change.name;
 });

@@ -15,10 +15,10 @@ using Tensors = std::vector<torch::Tensor>;
 
 constexpr int kGlobalMicrobatches = 4;
 constexpr int64_t kBatch = 8;
-constexpr int kSteps = 6;
+constexpr int kResumeSteps = 6;
 constexpr int kSavedAt = 3;
 
-struct Layout {
+struct ResumeLayout {
   int stages;
   int replicas;
 };
@@ -37,16 +37,16 @@ class Resume : public ::testing::TestWithParam<bool> {
     std::filesystem::remove_all(folder_);
     std::filesystem::create_directories(folder_);
     torch::manual_seed(3);
-    for (int i = 0; i < kSteps; ++i) batches_.push_back(TinyGptImpl::batch(kBatch));
+    for (int i = 0; i < kResumeSteps; ++i) batches_.push_back(TinyGptImpl::batch(kBatch));
   }
   void TearDown() override { std::filesystem::remove_all(folder_); }
 
   std::string path() const { return folder_ + "/step_3"; }
 
   /// Trains steps [first, last) and returns their losses; loads before and saves after if asked.
-  Losses train(const Layout& layout, int first, int last, bool load, bool save,
+  Losses train(const ResumeLayout& layout, int first, int last, bool load, bool save,
                bool after_a_step = false) {
-    Losses losses(kSteps, Tensors(kGlobalMicrobatches));
+    Losses losses(kResumeSteps, Tensors(kGlobalMicrobatches));
     std::mutex mutex;
     const int microbatches = kGlobalMicrobatches / layout.replicas;
     auto config = Config()
@@ -120,15 +120,17 @@ class Resume : public ::testing::TestWithParam<bool> {
 };
 
 TEST_P(Resume, ContinuesBitForBitInOtherLayouts) {
-  const Losses whole = train({2, 2}, 0, kSteps, false, false);
+  const Losses whole = train({2, 2}, 0, kResumeSteps, false, false);
   const Losses begun = train({2, 2}, 0, kSavedAt, false, true);
   expect_equal(begun, whole, 0, kSavedAt);
-  for (const Layout& layout : {Layout{2, 2}, Layout{4, 1}, Layout{1, 1}, Layout{1, 2}}) {
+  for (const ResumeLayout& layout :
+       {ResumeLayout{2, 2}, ResumeLayout{4, 1}, ResumeLayout{1, 1}, ResumeLayout{1, 2}}) {
     SCOPED_TRACE(c10::str(layout.stages, " stages x ", layout.replicas, " replicas"));
-    expect_equal(train(layout, kSavedAt, kSteps, true, false), whole, kSavedAt, kSteps);
+    expect_equal(train(layout, kSavedAt, kResumeSteps, true, false), whole, kSavedAt, kResumeSteps);
   }
   // Into a model that is partitioned already.
-  expect_equal(train({3, 1}, kSavedAt, kSteps, true, false, true), whole, kSavedAt, kSteps);
+  expect_equal(train({3, 1}, kSavedAt, kResumeSteps, true, false, true), whole, kSavedAt,
+               kResumeSteps);
 }
 
 TEST_P(Resume, LoadsIntoThePlainModule) {

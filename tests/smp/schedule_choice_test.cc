@@ -16,10 +16,10 @@
 namespace smp::testing {
 namespace {
 
-constexpr int kSteps = 2;
+constexpr int kScheduleSteps = 2;
 
 /// Losses of a few steps.
-Tensors train(const Config& config, int steps = kSteps, int ranks = 2) {
+Tensors train(const Config& config, int steps = kScheduleSteps, int ranks = 2) {
   Tensors losses;
   torch::manual_seed(3);
   const Mlp prototype(6);
@@ -109,7 +109,7 @@ TEST_F(ScheduleChoice, SeveralStagesOfARank) {
 TEST_F(ScheduleChoice, OnePartitionRunsAnySchedule) {
   for (const auto& kind : pipeline::schedule_kinds()) {
     if (!kind.trains) continue;
-    expect_equal(train(four_microbatches(kind.name).partitions(1), kSteps, /*ranks=*/1),
+    expect_equal(train(four_microbatches(kind.name).partitions(1), kScheduleSteps, /*ranks=*/1),
                  train(four_microbatches("simple")), kind.name);
   }
 }

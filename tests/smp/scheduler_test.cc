@@ -68,16 +68,6 @@ Schedule sinking(to::Optimizer& optimizer) {
           [=] { register_scheduler("lr", *scheduler, scheduler->state()); }};
 }
 
-torch::Tensor input_of(int epoch) {
-  torch::manual_seed(50 + epoch);
-  return torch::randn({4, MlpImpl::kWidth});
-}
-
-Mlp make_mlp() {
-  torch::manual_seed(3);
-  return Mlp();
-}
-
 const to::SGDOptions kOptions = to::SGDOptions(0.2).momentum(0.9);
 
 double rate_of(const to::Optimizer& optimizer) {
@@ -97,7 +87,7 @@ Outcome train_plain(const MakeSchedule& make) {
   const auto schedule = make(optimizer);
   for (int epoch = 0; epoch < kEpochs; ++epoch) {
     optimizer.zero_grad();
-    const auto x = input_of(epoch);
+    const auto x = mlp_input(epoch);
     const auto losses =
         plain_backward(parameters, 1, 2, [&](int m) { return net(part(x, 2, m)).square().mean(); });
     optimizer.step();
@@ -129,7 +119,7 @@ class Schedulers : public ::testing::Test {
     std::vector<Mlp> nets;
     for (int i = 0; i < span.stages; ++i) nets.push_back(make_mlp());
     std::vector<torch::Tensor> inputs;
-    for (int epoch = 0; epoch < kEpochs; ++epoch) inputs.push_back(input_of(epoch));
+    for (int epoch = 0; epoch < kEpochs; ++epoch) inputs.push_back(mlp_input(epoch));
     run_as_threads(span.stages, stages(span.stages), [&] {
       DistributedModel<Mlp> model(nets[rank()]);
       DistributedOptimizer<to::SGD> optimizer(model->parameters(), kOptions);

@@ -9,6 +9,7 @@
 #include <ostream>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -316,21 +317,24 @@ TEST(ShardedParameters, GradientsAreClipped) {
 TEST(ShardedParameters, SaveAndLoad) {
   const TempFolder folder;
   const std::string path = folder.file("checkpoint");
-  const auto of_degree = [](int degree) {
+  const auto of_degree = [](int degree, int64_t threshold) {
     auto result = parity::training<TinyGpt, torch::optim::AdamW>(
         {1, 4, 1, "simple", false, 4}, std::function<TinyGpt()>(tied_gpt), kAdamW);
-    result.config = config_of({4, degree});
+    result.config = config_of({4, degree, 1, threshold});
     result.evaluates = false;
     return result;
   };
-  const auto expected = of_degree(1).run_on_ranks().weights;
-  for (const auto& [before, after] : {std::pair(4, 2), std::pair(2, 1), std::pair(1, 4)}) {
-    SCOPED_TRACE(c10::str("degree ", before, ", then ", after));
-    const auto saved = of_degree(before).run_on_ranks({0, 2, "", path}).weights;
+  const auto expected = of_degree(1, 100).run_on_ranks().weights;
+  // The last one divides no parameter: all are smaller.
+  for (const auto& [before, after, threshold] :
+       {std::tuple(4, 2, 100), std::tuple(2, 1, 100), std::tuple(1, 4, 100),
+        std::tuple(2, 4, 1000000)}) {
+    SCOPED_TRACE(c10::str("degree ", before, ", then ", after, ", from ", threshold, " elements"));
+    const auto saved = of_degree(before, threshold).run_on_ranks({0, 2, "", path}).weights;
     TinyGpt plain(true);
     load_into_module(path, *plain);
     expect_equal(state_of(*plain), saved, "value");
-    auto then = of_degree(after);
+    auto then = of_degree(after, threshold);
     // Loads into a model that is divided already.
     if (after == 2) then.before_load = [](auto& rank) { rank.step(3); };
     expect_equal(then.run_on_ranks({2, 4, path, ""}).weights, expected, "value");

@@ -15,12 +15,13 @@ namespace {
 using namespace testing;
 namespace to = torch::optim;
 
-const auto kSgd =
+const auto kShardedSgd =
     recipe<to::SGD>(to::SGDOptions(0.1).momentum(0.9).weight_decay(0.01).nesterov(true), true);
-const auto kAdam = recipe<to::Adam>(to::AdamOptions(0.01).amsgrad(true).weight_decay(0.01), true);
-const auto kAdamW = recipe<to::AdamW>(to::AdamWOptions(0.01).weight_decay(0.1), true);
+const auto kShardedAdam =
+    recipe<to::Adam>(to::AdamOptions(0.01).amsgrad(true).weight_decay(0.01), true);
+const auto kShardedAdamW = recipe<to::AdamW>(to::AdamWOptions(0.01).weight_decay(0.1), true);
 // libtorch's Adagrad makes its state in the constructor, and has none for later groups.
-const auto kAdagrad = recipe<to::Adagrad>(
+const auto kShardedAdagrad = recipe<to::Adagrad>(
     to::AdagradOptions(0.05).lr_decay(0.01).weight_decay(0.01).initial_accumulator_value(0.1));
 const auto kRmsProp = recipe<to::RMSprop>(
     to::RMSpropOptions(0.01).momentum(0.9).centered(true).weight_decay(0.01), true);
@@ -29,10 +30,10 @@ const auto kAdadelta = recipe<optim::Adadelta>(optim::AdadeltaOptions(1).weight_
 /// All numbers of replicas, and stages too.
 const std::vector<Training> kRuns{{1, 1}, {1, 2}, {1, 3}, {1, 4}, {2, 2}};
 
-TEST(ShardedState, Sgd) { expect_as_plain(kSgd, kRuns); }
-TEST(ShardedState, Adam) { expect_as_plain(kAdam, kRuns); }
-TEST(ShardedState, AdamW) { expect_as_plain(kAdamW, kRuns); }
-TEST(ShardedState, Adagrad) { expect_as_plain(kAdagrad, kRuns); }
+TEST(ShardedState, Sgd) { expect_as_plain(kShardedSgd, kRuns); }
+TEST(ShardedState, Adam) { expect_as_plain(kShardedAdam, kRuns); }
+TEST(ShardedState, AdamW) { expect_as_plain(kShardedAdamW, kRuns); }
+TEST(ShardedState, Adagrad) { expect_as_plain(kShardedAdagrad, kRuns); }
 TEST(ShardedState, RmsProp) { expect_as_plain(kRmsProp, kRuns); }
 TEST(ShardedState, Adadelta) { expect_as_plain(kAdadelta, kRuns); }
 
@@ -43,7 +44,7 @@ TEST(ShardedState, GradientShards) {
     run.microbatches = 12 / run.replicas;
     run.gradient_shards = 6;
   }
-  expect_as_plain(kAdam, runs);
+  expect_as_plain(kShardedAdam, runs);
 }
 
 /// Every option of the reduction, against the run that is not sharded.
@@ -54,7 +55,7 @@ TEST(ShardedState, ModelOptions) {
         ModelOptions().backward_passes_per_step(2), ModelOptions().bucket_cap_mb(1)}) {
     Training run{2, 2};
     const auto weights = [&] {
-      auto tested = sharded_case(run, kAdam);
+      auto tested = sharded_case(run, kShardedAdam);
       tested.model_options = options;
       return tested.run_on_ranks().weights;
     };
@@ -115,7 +116,7 @@ TEST(ShardedState, VirtualParametersHaveTheGradients) {
   run.steps = 1;
   Named whole;
   run.sharded = false;
-  auto replicas = sharded_case(run, kSgd);
+  auto replicas = sharded_case(run, kShardedSgd);
   replicas.after_step = [&](auto& rank, int) {
     for (const auto& item : rank.model->virtual_named_parameters()) {
       EXPECT_TRUE(item.value().is_same(rank.model->named_parameters()[item.key()]));
@@ -125,7 +126,7 @@ TEST(ShardedState, VirtualParametersHaveTheGradients) {
   replicas.run_on_ranks();
   std::map<std::string, std::map<int, torch::Tensor>> pieces;
   run.sharded = true;
-  auto sharded = sharded_case(run, kSgd);
+  auto sharded = sharded_case(run, kShardedSgd);
   sharded.after_step = [&](auto& rank, int) {
     const auto parameters = rank.model->virtual_named_parameters();
     EXPECT_EQ(parameters.size(), rank.model->local_virtual_parameters().size());

@@ -3,6 +3,7 @@
 #include <functional>
 #include <mutex>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "tests/smp/step_fixture.h"
@@ -347,6 +348,78 @@ TEST_F(StepTest, BatchesInAnyLayoutThatAreWritten) {
       auto writes = step([&](torch::Tensor in) { return function(model, in); });
       for (int i = 0; i < 3; ++i) expect_equal(writes(x).outputs(), expected, "output");
       expect_equal(x, before, "the caller's tensor");
+    });
+  }
+}
+
+/// Kernels of the first step, which reads the constant itself, and of replays, which read a copy,
+/// find the same strides.
+TEST_F(StepTest, ConstantsInAnyLayout) {
+  for (const Batch& batch : batches()) {
+    SCOPED_TRACE(batch.name);
+    const auto constant = batch.make();
+    const auto function = [&](const auto& model, const torch::Tensor& in) {
+      const auto kept = whole(constant);
+      return model(in) + 0.01 * kept.stride(0) + kept.sum() + kept.norm();
+    };
+    Tensors expected;
+    {
+      torch::NoGradGuard no_grad;
+      Mlp net = make_net();
+      for (int m = 0; m < 2; ++m) {
+        expected.push_back(function([&](auto in) { return net(in); }, part(x_, 2, m)));
+      }
+    }
+    on_stages([&](DistributedModel<Mlp>& model) {
+      auto reads = step([&](torch::Tensor in) { return function(model, in); });
+      for (int i = 0; i < 3; ++i) expect_equal(reads(x_).outputs(), expected, "output");
+    });
+  }
+}
+
+/// Multiplies by a buffer, which each microbatch writes first: the backward pass needs what it
+/// wrote, while later ones go on.
+struct ScaledImpl : torch::nn::Module {
+  torch::nn::Linear layer{nullptr};
+  torch::Tensor scale;
+
+  explicit ScaledImpl(torch::Tensor buffer) {
+    layer = register_module("layer", torch::nn::Linear(6, 1));
+    scale = register_buffer("scale", std::move(buffer));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    {
+      torch::NoGradGuard no_grad;
+      scale.mul_(1.1).add_(x.detach().sum());
+    }
+    return (layer(x).sum() * scale).sum() + scale.sum() + scale.norm();
+  }
+};
+TORCH_MODULE(Scaled);
+
+TEST_F(StepTest, BuffersInAnyLayoutThatAreWritten) {
+  for (const Batch& batch : batches()) {
+    if (batch.shares_elements) continue;
+    SCOPED_TRACE(batch.name);
+    const auto make = [&] {
+      torch::manual_seed(kSeed);
+      return Scaled(batch.make());
+    };
+    Scaled net = make();
+    std::vector<Tensors> losses;
+    for (int i = 0; i < 3; ++i) {
+      losses.push_back(
+          plain_backward(net->parameters(), 1, 2, [&](int m) { return net(part(x_, 2, m)); }));
+    }
+    run_as_threads(1, stages(1), [&] {
+      DistributedModel<Scaled> model(make());
+      auto train = step([&](torch::Tensor x) {
+        auto loss = model(x);
+        model->backward(loss);
+        return loss;
+      });
+      for (int i = 0; i < 3; ++i) expect_equal(train(x_).outputs(), losses[i], "loss");
+      expect_equal(to_map(model->state_dict()), state_of(*net), "buffer");
     });
   }
 }

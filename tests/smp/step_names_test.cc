@@ -4,7 +4,7 @@
 
 #include <filesystem>
 
-#include "runtime/step/step_functions.h"
+#include "runtime/step_functions.h"
 #include "tests/smp/oracle.h"
 
 namespace smp::testing {

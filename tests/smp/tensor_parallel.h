@@ -110,6 +110,9 @@ struct LanguageModel : torch::nn::Module {
 using PlainModel = LanguageModel<PlainBlock>;
 using DividedModel = LanguageModel<DividedBlock>;
 
+template <class Net>
+using ModelOf = DistributedModel<std::shared_ptr<Net>>;
+
 /// Constructs a model in float64, the same on every thread.
 template <class Net, class... Arguments>
 std::shared_ptr<Net> make_model(uint64_t seed, Arguments&&... arguments) {

@@ -20,8 +20,8 @@ constexpr int kReplicas = 2, kDegree = 2;
 /// Microbatches of the group of a replica: T x microbatches.
 constexpr int kOfGroup = kMicrobatches / kReplicas;
 
-struct Normalised : torch::nn::Module {
-  Normalised() {
+struct BatchNormed : torch::nn::Module {
+  BatchNormed() {
     up = register_module("up", torch::nn::Linear(8, 32));
     down = register_module("down", torch::nn::Linear(torch::nn::LinearOptions(32, 16).bias(false)));
     norm = register_module("norm", torch::nn::BatchNorm1d(16));
@@ -46,13 +46,13 @@ struct Normalised : torch::nn::Module {
   torch::nn::BatchNorm1d norm{nullptr};
 };
 
-Named buffers_of(const Normalised& net) {
+Named buffers_of(const BatchNormed& net) {
   Named result;
   for (const auto& item : net.named_buffers()) result[item.key()] = item.value().clone();
   return result;
 }
 
-void set_buffers(Normalised& net, const Named& values) {
+void set_buffers(BatchNormed& net, const Named& values) {
   const torch::NoGradGuard no_grad;
   for (auto& item : net.named_buffers()) item.value().copy_(values.at(item.key()));
 }
@@ -60,14 +60,14 @@ void set_buffers(Normalised& net, const Named& values) {
 /// Every replica's parameters and buffers after training, from one process that runs each one's
 /// microbatches, in order, on that one's buffers.
 std::vector<Named> in_one_process(bool broadcast) {
-  const auto net = make_model<Normalised>(5);
+  const auto net = make_model<BatchNormed>(5);
   const auto parameters = net->parameters();
   torch::optim::SGD optimizer(parameters, kOptions);
   std::vector<Named> buffers(kReplicas, buffers_of(*net));
   for (int step = 0; step < kSteps; ++step) {
     optimizer.zero_grad();
     if (broadcast) buffers.assign(kReplicas, buffers[0]);
-    const auto batch = Normalised::step_batch(step);
+    const auto batch = BatchNormed::step_batch(step);
     plain_backward(parameters, kReplicas, kOfGroup, [&](int m) {
       Named& own = buffers[m / kOfGroup];
       set_buffers(*net, own);
@@ -100,10 +100,9 @@ TEST(TensorParallelBuffers, AreWrittenOnceForEachMicrobatchOfTheGroup) {
     EXPECT_EQ(expected[1].at("norm.num_batches_tracked").item<int64_t>(), kSteps * kOfGroup);
     const TensorLayout layout{kDegree, 1, kReplicas};
     run_as_threads(layout.ranks(), config_of(layout), [&] {
-      const auto net = make_model<Normalised>(5);
+      const auto net = make_model<BatchNormed>(5);
       set_tensor_parallelism(*net);
-      DistributedModel<std::shared_ptr<Normalised>> model(
-          net, ModelOptions().broadcast_buffers(broadcast));
+      ModelOf<BatchNormed> model(net, ModelOptions().broadcast_buffers(broadcast));
       DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOptions);
       auto train = step([&](torch::Tensor x, torch::Tensor y) {
         auto loss = net->loss(x, y);
@@ -112,7 +111,7 @@ TEST(TensorParallelBuffers, AreWrittenOnceForEachMicrobatchOfTheGroup) {
       });
       for (int i = 0; i < kSteps; ++i) {
         optimizer.zero_grad();
-        const auto batch = Normalised::step_batch(i);
+        const auto batch = BatchNormed::step_batch(i);
         train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
         optimizer.step();
       }

@@ -25,12 +25,11 @@ namespace {
 using namespace testing;
 
 using Change = std::function<Config(Config)>;
-using Model = DistributedModel<std::shared_ptr<DividedModel>>;
 using Optimizer = DistributedOptimizer<torch::optim::AdamW>;
 
 /// A rank of a run: the model, the optimizer, and a step of training on the batch of that number.
 struct Rank {
-  Model& model;
+  ModelOf<DividedModel>& model;
   Optimizer& optimizer;
   std::function<void(int)> train;
 };
@@ -63,7 +62,7 @@ class TensorParallelCheckpoint : public ::testing::Test {
     run_as_threads(layout.ranks(), config, [&] {
       auto net = make_model<DividedModel>(seed);
       if (config.bf16()) net->to(torch::kFloat);
-      Model model(net);
+      ModelOf<DividedModel> model(net);
       Optimizer optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
       auto step_function = step([&](torch::Tensor x, torch::Tensor y) {
         auto loss = torch::nn::functional::cross_entropy(model(x).flatten(0, 1), y.flatten());
@@ -448,7 +447,7 @@ TEST_F(TensorParallelCheckpoint, PartsInAnotherOrderOfMemoryStay) {
     auto net = make_model<DividedModel>(5);
     torch::Tensor& up = net->blocks[0]->up;
     up.set_data(up.detach().t().contiguous().t());
-    Model model(net);
+    ModelOf<DividedModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     const torch::NoGradGuard no_grad;
@@ -472,7 +471,7 @@ TEST_F(TensorParallelCheckpoint, RanksOfAGroupPutTogetherAboutAsMuch) {
       const auto sizes = entry->tensor.sizes().vec();
       state.params[entry->name] = {sizes, {{"average", torch::zeros(sizes)}}, ""};
     }
-    runtime::join_states(runtime, CommGroup::kTp, state);
+    runtime::join_states(runtime, runtime.topology().axis(CommGroup::kTp), state);
     for (const auto& [name, param] : state.params) {
       EXPECT_EQ(param.tensors.at("average").sizes(), at::IntArrayRef(param.shape)) << name;
       elements[tp_rank()] += param.tensors.at("average").numel();

@@ -40,8 +40,8 @@ struct Sparse : Table {
 };
 
 template <class Table>
-struct Net : torch::nn::Module {
-  Net() {
+struct TableNet : torch::nn::Module {
+  TableNet() {
     tokens = register_module("tokens", typename Table::Module(Table::options()));
     head = register_module("head", torch::nn::Linear(kColumns, kRows));
   }
@@ -56,14 +56,14 @@ struct Net : torch::nn::Module {
 
 template <template <class> class Options>
 void check_shortened() {
-  const auto expected = run_plain<Net<Options<PlainTable>>>();
-  const auto without = run_plain<Net<PlainTable>>();
+  const auto expected = run_plain<TableNet<Options<PlainTable>>>();
+  const auto without = run_plain<TableNet<PlainTable>>();
   EXPECT_FALSE(
       torch::equal(expected.weights.at("tokens.weight"), without.weights.at("tokens.weight")));
   for (const TensorLayout& layout : {TensorLayout{1}, TensorLayout{2}, TensorLayout{1, 2},
                                      TensorLayout{2, 2}, TensorLayout{4, 1, 1, true}}) {
     SCOPED_TRACE(c10::str(layout));
-    expect_close(run_on_ranks<Net<Options<DividedTable>>>(layout), expected);
+    expect_close(run_on_ranks<TableNet<Options<DividedTable>>>(layout), expected);
   }
 }
 
@@ -74,8 +74,8 @@ TEST(EmbeddingOptions, RowsHaveAtMostTheNormOfAnotherOrder) { check_shortened<Sh
 TEST(EmbeddingOptions, ReplicasWouldShortenOtherRows) {
   const TensorLayout layout{1, 1, 2};
   const auto text = error_of_run<UsageError>(2, config_of(layout), [&] {
-    const auto net = make_model<Net<Shortened<DividedTable>>>(5);
-    DistributedModel<std::shared_ptr<Net<Shortened<DividedTable>>>> model(net);
+    const auto net = make_model<TableNet<Shortened<DividedTable>>>(5);
+    ModelOf<TableNet<Shortened<DividedTable>>> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
@@ -86,16 +86,16 @@ TEST(EmbeddingOptions, ReplicasWouldShortenOtherRows) {
 
 /// Gradients are dense in a step: with the bits of a plain model whose gradients are.
 TEST(EmbeddingOptions, SparseGradientsAreDense) {
-  const auto expected = run_plain<Net<PlainTable>>();
-  expect_close(run_on_ranks<Net<Sparse<DividedTable>>>({2, 2}), expected);
+  const auto expected = run_plain<TableNet<PlainTable>>();
+  expect_close(run_on_ranks<TableNet<Sparse<DividedTable>>>({2, 2}), expected);
   for (const TensorLayout& layout : {TensorLayout{1}, TensorLayout{1, 2}}) {
-    const auto got = run_on_ranks<Net<Sparse<PlainTable>>>(layout);
+    const auto got = run_on_ranks<TableNet<Sparse<PlainTable>>>(layout);
     for (const auto& [name, weight] : expected.weights) {
       EXPECT_TRUE(torch::equal(got.weights.at(name), weight)) << name;
     }
   }
-  const auto mark = [](Net<Sparse<PlainTable>>& net) { set_tensor_parallelism(net); };
-  expect_close(run_on_ranks<Net<Sparse<PlainTable>>>({2}, mark), expected);
+  const auto mark = [](TableNet<Sparse<PlainTable>>& net) { set_tensor_parallelism(net); };
+  expect_close(run_on_ranks<TableNet<Sparse<PlainTable>>>({2}, mark), expected);
 }
 
 }  // namespace

@@ -38,10 +38,6 @@ torch::Tensor token_ids(const DecoderSizes& sizes, int microbatches) {
                         torch::kLong);
 }
 
-template <class Net>
-using ModelOf = DistributedModel<std::shared_ptr<Net>>;
-using Model = ModelOf<Decoder>;
-
 void mark_all(Decoder& net) { set_tensor_parallelism(net); }
 
 void mark_blocks(Decoder& net) {
@@ -131,7 +127,7 @@ TEST_P(TensorParallelMemory, OfParametersIsThatOfTheFormula) {
   const auto plain = state_of(*make_model<Decoder>(5, sizes));
   std::mutex mutex;
   std::vector<std::set<std::string>> names(layout.ranks());
-  const auto with = [&](Model& model, const auto& run) {
+  const auto with = [&](ModelOf<Decoder>& model, const auto& run) {
     DistributedOptimizer<torch::optim::Adam> optimizer(model->parameters());
     for (int i = 0; i < 2; ++i) {
       optimizer.zero_grad();
@@ -412,7 +408,7 @@ std::set<std::string> check_own_operator() {
   run_as_threads(2, config_of(layout).optimize("speed"), [&] {
     const auto net = make_model<Net>(5);
     mark(*net);
-    DistributedModel<std::shared_ptr<Net>> model(net);
+    ModelOf<Net> model(net);
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = net->loss(x, y);
       model->backward(loss);

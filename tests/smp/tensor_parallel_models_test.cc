@@ -384,7 +384,7 @@ TEST(TensorParallelResults, AreTheSameOnAllRanksOfAGroup) {
   run_as_threads(layout.ranks(), config_of(layout), [&] {
     const auto net = make_model<WideMlp>(5);
     set_tensor_parallelism(*net);
-    DistributedModel<std::shared_ptr<WideMlp>> model(net);
+    ModelOf<WideMlp> model(net);
     DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOptions);
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       const auto prediction = net->layers->forward(x);

@@ -228,8 +228,6 @@ TEST(TensorParallelGpt, TrainsWithSplitBackwardPasses) {
 // ---------------------------------------------------------------------------------------------
 // Calls outside a step
 
-using Divided = DistributedModel<std::shared_ptr<DividedModel>>;
-
 /// The ranks of the group compute together, on one batch, and differentiate as autograd does. They
 /// drop the same activations, those of the streams of the call.
 TEST(DividedModules, MayBeCalledOutsideAStep) {
@@ -239,7 +237,7 @@ TEST(DividedModules, MayBeCalledOutsideAStep) {
   run_as_threads(layout.ranks(), config_of(layout), [&] {
     torch::set_num_threads(1);
     const auto net = make_model<DividedModel>(5);
-    Divided model(net);
+    ModelOf<DividedModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
     for (uint64_t call = 0; call < 2; ++call) {
@@ -271,7 +269,7 @@ std::string error_of_call(bool after_a_step) {
   const TensorLayout layout{2};
   return error_of_run<UsageError>(2, config_of(layout), [&] {
     const auto net = make_model<DividedModel>(5);
-    Divided model(net);
+    ModelOf<DividedModel> model(net);
     const auto batch = token_batch(0);
     const auto own = own_batch(layout, batch[0]);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
@@ -301,7 +299,7 @@ TEST(DividedModules, AreTheOnlyOnesThatMayBeCalledInParts) {
   const auto text = error_of_run<UsageError>(2, config_of(layout), [&] {
     const auto net = make_model<PlainModel>(5);
     set_tensor_parallelism(*net);
-    DistributedModel<std::shared_ptr<PlainModel>> model(net);
+    ModelOf<PlainModel> model(net);
     const auto batch = token_batch(0);
     model(batch[0]);  // every rank still has all of it
     auto loss = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });

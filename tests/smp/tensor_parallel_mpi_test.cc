@@ -24,7 +24,7 @@ TEST_F(MpiTensorParallel, AModelThatKnowsNothingOfItIsThatOfOneProcess) {
   torch::optim::SGD plain_optimizer(parameters, kOptions);
   const auto net = make_model<PlainModel>(rank() == 0 ? 5 : 6);
   set_tensor_parallelism(*net);
-  DistributedModel<std::shared_ptr<PlainModel>> model(net);
+  ModelOf<PlainModel> model(net);
   DistributedOptimizer<torch::optim::SGD> optimizer(model->parameters(), kOptions);
   auto train = step([&](torch::Tensor x, torch::Tensor y) {
     auto loss = net->loss(x, y);

@@ -17,20 +17,16 @@ namespace {
 
 using Options = TensorParallelismOptions;
 
-struct Gpt : TinyGptImpl {
-  Gpt() : TinyGptImpl(/*tied=*/false) {}
-};
-
-std::function<void(Gpt&)> marked_with(const Options& options) {
-  return [options](Gpt& net) { set_tensor_parallelism(net, true, options); };
+std::function<void(UntiedGpt&)> marked_with(const Options& options) {
+  return [options](UntiedGpt& net) { set_tensor_parallelism(net, true, options); };
 }
 
 TEST(TensorParallelOptions, KeepWhatTheModelComputes) {
-  const auto plain = run_plain<Gpt>();
+  const auto plain = run_plain<UntiedGpt>();
   for (const Options& options :
        {Options().attention_in_fp32(true), Options().query_key_layer_scaling(true),
         Options().flash_attention(false), Options().distribute_embedding(false)}) {
-    const auto got = run_on_ranks<Gpt>({2}, marked_with(options));
+    const auto got = run_on_ranks<UntiedGpt>({2}, marked_with(options));
     expect_close(got, plain);
     EXPECT_EQ(got.divided.count("attention_in0.weight"), 1u);
     const bool tables = options.distribute_embedding();
@@ -48,7 +44,7 @@ std::string error_of_step(const TensorLayout& layout, const Options& options) {
   return error_of_run<UsageError>(layout.ranks(), config_of(layout), [&] {
     const auto net = make_model<Net>(5);
     set_tensor_parallelism(*net, true, options);
-    DistributedModel<std::shared_ptr<Net>> model(net);
+    ModelOf<Net> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
@@ -57,7 +53,7 @@ std::string error_of_step(const TensorLayout& layout, const Options& options) {
 
 TEST(TensorParallelOptions, AreRefusedWhereTheyWouldBeLost) {
   const auto in_fp32 = Options().attention_in_fp32(true);
-  expect_has(error_of_step<Gpt>({1}, in_fp32),
+  expect_has(error_of_step<UntiedGpt>({1}, in_fp32),
              {"parameter \"",
               "was made with options of operators (attention_in_fp32, "
               "query_key_layer_scaling, use_alibi, fp32_residual_addition or flash_attention of "
@@ -69,10 +65,11 @@ TEST(TensorParallelOptions, AreRefusedWhereTheyWouldBeLost) {
               "but nothing that was made with them calls scaled_dot_product_attention. Modules of "
               "smp::nn have these options themselves"});
   // Two heads.
-  expect_has(error_of_step<Gpt>({4}, in_fp32), {"attention in or after module \"",
-                                                "cannot be computed as the options of "
-                                                "smp::tensor_parallelism say, since it is not "
-                                                "divided among the 4 ranks"});
+  expect_has(error_of_step<UntiedGpt>({4}, in_fp32),
+             {"attention in or after module \"",
+              "cannot be computed as the options of "
+              "smp::tensor_parallelism say, since it is not "
+              "divided among the 4 ranks"});
 }
 
 /// A residual of sizes that two ranks cannot divide.
@@ -104,7 +101,7 @@ TEST(TensorParallelOptions, OfResidualsAreRefusedWhereTheyWouldBeLost) {
 /// Trained in bfloat16: the numbers are tested by //tests/nn/rewrite.
 TEST(TensorParallelOptions, ChangeWhatTheModelComputes) {
   const auto run = [](const TensorLayout& layout, const Options& options) {
-    return run_on_ranks<Gpt>(layout, [&](Gpt& net) {
+    return run_on_ranks<UntiedGpt>(layout, [&](UntiedGpt& net) {
       net.to(torch::kBFloat16);
       set_tensor_parallelism(net, true, options);
     });

@@ -13,8 +13,6 @@ namespace {
 
 using namespace testing;
 
-using Divided = std::shared_ptr<DividedModel>;
-
 void evaluate(DividedModel& net, const torch::Tensor& x, const torch::Tensor& y) {
   step([&](torch::Tensor x, torch::Tensor y) { return net.loss(x, y); })(x, y);
 }
@@ -22,7 +20,7 @@ void evaluate(DividedModel& net, const torch::Tensor& x, const torch::Tensor& y)
 /// In the first step of a model of its own.
 void evaluate(const torch::Tensor& x, const torch::Tensor& y) {
   const auto net = make_model<DividedModel>(5);
-  DistributedModel<Divided> model(net);
+  ModelOf<DividedModel> model(net);
   evaluate(*net, x, y);
 }
 
@@ -75,7 +73,7 @@ TEST(TensorParallelRefusal, OtherBatchesOfOnePrescaledGroup) {
 TEST(TensorParallelRefusal, OtherConstantsInAGroup) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
     const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
+    ModelOf<DividedModel> model(net);
     auto evaluate =
         step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y) * (1.5 + tp_rank()); });
     const auto ids = torch::zeros({4, 5}, torch::kLong);
@@ -95,7 +93,7 @@ struct Slice {
 TEST(TensorParallelRefusal, ArgumentsThatSliceThemselves) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
     const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
+    ModelOf<DividedModel> model(net);
     auto evaluate = step([&](Slice slice, torch::Tensor y) { return net->loss(slice.rows, y); });
     const auto ids = torch::zeros({4, 5}, torch::kLong);
     evaluate(Slice{ids}, ids);
@@ -109,7 +107,7 @@ template <class Optimizer>
 std::string refused() {
   return error_of_run<UsageError>(2, config_of({2}), [] {
     const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
+    ModelOf<DividedModel> model(net);
     DistributedOptimizer<Optimizer> optimizer(model->parameters());
   });
 }
@@ -142,27 +140,27 @@ struct TiedPair : torch::nn::Module {
 
 std::string wrapping_error(const nn::ParameterSplit& first, const nn::ParameterSplit& second) {
   return error_of_run<UsageError>(2, config_of({2}), [&] {
-    DistributedModel<std::shared_ptr<TiedPair>> model(std::make_shared<TiedPair>(first, second));
+    ModelOf<TiedPair> model(std::make_shared<TiedPair>(first, second));
   });
 }
 
-const nn::ParameterSplit kRows{{8, 4}, 0, 1, 2};
+const nn::ParameterSplit kRowSplit{{8, 4}, 0, 1, 2};
 
 TEST(TensorParallelRefusal, TiedParametersThatAreDividedDifferently) {
-  expect_has(wrapping_error(kRows, {{4, 8}, 1, 1, 2}),
+  expect_has(wrapping_error(kRowSplit, {{4, 8}, 1, 1, 2}),
              {"parameter \"b.weight\" is tied to \"a.weight\" and divided in another way: [4, 8] "
               "along dimension 1 over 2 ranks against [8, 4] along dimension 0 over 2 ranks. "
               "Modules that share a parameter must divide it alike"});
 }
 
 TEST(TensorParallelRefusal, PartsOfOtherSizes) {
-  expect_has(wrapping_error({{4, 4}, 1, 1, 2}, kRows),
+  expect_has(wrapping_error({{4, 4}, 1, 1, 2}, kRowSplit),
              {"parameter \"a.weight\" of shape [4, 4] is said to be a part of [4, 4] along "
               "dimension 1 over 2 ranks, which would have shape [4, 2]"});
 }
 
 TEST(TensorParallelRefusal, AnotherNumberOfRanks) {
-  expect_has(wrapping_error({{8, 4}, 0, 1, 4}, kRows),
+  expect_has(wrapping_error({{8, 4}, 0, 1, 4}, kRowSplit),
              {"is divided among 4 ranks, and \"tensor_parallel_degree\" is 2. Construct modules of "
               "smp::nn after smp::init"});
 }
@@ -170,7 +168,7 @@ TEST(TensorParallelRefusal, AnotherNumberOfRanks) {
 TEST(TensorParallelRefusal, MarkingAfterTheFirstStep) {
   const auto text = error_of_run<UsageError>(2, config_of({2}), [] {
     const auto net = make_model<DividedModel>(5);
-    DistributedModel<Divided> model(net);
+    ModelOf<DividedModel> model(net);
     const auto ids = torch::zeros({4, 5}, torch::kLong);
     evaluate(*net, ids, ids);
     set_tensor_parallelism(*net);

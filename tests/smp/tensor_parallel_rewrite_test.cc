@@ -21,14 +21,6 @@ namespace {
 
 using namespace testing;
 
-struct TiedGpt : TinyGptImpl {
-  TiedGpt() : TinyGptImpl(/*tied=*/true) {}
-};
-
-struct UntiedGpt : TinyGptImpl {
-  UntiedGpt() : TinyGptImpl(/*tied=*/false) {}
-};
-
 /// The names of the parameters that are divided.
 std::set<std::string> divided_names() {
   std::set<std::string> names;
@@ -124,20 +116,17 @@ TEST(TensorParallelRewriteOfGpt, IsTheSameHoweverItRuns) {
   expect_close(run([](Config config) { return config.gradient_shards(1); }), expected);
 }
 
-template <class Net>
-using Model = DistributedModel<std::shared_ptr<Net>>;
-
 /// Trains two steps; changes by `gathered` of the gathered module in between are not kept.
 template <class Net>
 Named train_around(const TensorLayout& layout, const std::function<Config(Config)>& change,
-                   const std::function<void(Model<Net>&, const Named& state)>& gathered) {
+                   const std::function<void(ModelOf<Net>&, const Named& state)>& gathered) {
   Named result;
   std::mutex mutex;
   torch::set_num_threads(1);
   run_as_threads(layout.ranks(), change(config_of(layout)), [&] {
     const auto net = make_model<Net>(5);
     mark(*net);
-    Model<Net> model(net);
+    ModelOf<Net> model(net);
     DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = net->loss(x, y);
@@ -175,7 +164,7 @@ Named train_around(const TensorLayout& layout, const std::function<Config(Config
 /// `model->cpu()`, before and after steps and updates.
 template <class Net>
 void check_gathered() {
-  const auto use = [](Model<Net>& model, const Named& state) {
+  const auto use = [](ModelOf<Net>& model, const Named& state) {
     Net& net = *model.get_module();
     expect_equal(state_of(net), state, "value");
     const torch::NoGradGuard no_grad;
@@ -194,7 +183,7 @@ void check_gathered() {
   };
   const auto same = [](Config config) { return config; };
   const auto train = [](const TensorLayout& layout, const std::function<Config(Config)>& change,
-                        const std::function<void(Model<Net>&, const Named& state)>& gathered) {
+                        const std::function<void(ModelOf<Net>&, const Named& state)>& gathered) {
     return train_around<Net>(layout, change, gathered);
   };
   expect_equal(train({2, 2}, same, use), train({2, 2}, same, nullptr), "value");
@@ -213,7 +202,7 @@ TEST(TensorParallelRewriteOfAModel, KeepsTensorsAndShowsWholeSizesInSteps) {
   run_as_threads(4, config_of(layout), [&] {
     const auto net = make_model<PlainModel>(5);
     mark(*net);
-    Model<PlainModel> model(net);
+    ModelOf<PlainModel> model(net);
     DistributedOptimizer<torch::optim::Adagrad> optimizer(model->parameters(), 0.1);
     const auto up = net->blocks[0]->up;
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
@@ -260,7 +249,7 @@ TEST(TensorParallelRewriteOfAModel, DividesStatesThatWereReadBefore) {
     const auto net = make_model<MixedModel>(5);
     mark(*net->up);
     mark(*net->down);
-    DistributedModel<std::shared_ptr<MixedModel>> model(net);
+    ModelOf<MixedModel> model(net);
     DistributedOptimizer<torch::optim::Adagrad> optimizer(model->parameters(), 0.1);
     const auto sizes = [](const OptimizerState& state) {
       return state.params.at("up.weight").tensors.at("sum").sizes().vec();
@@ -293,7 +282,7 @@ TEST(TensorParallelRewriteOfAModel, IsMadeLateAndThenDivided) {
       net = std::make_shared<PlainModel>();
       net->to(torch::kDouble);
     }
-    Model<PlainModel> model(net);
+    ModelOf<PlainModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
@@ -307,7 +296,7 @@ TEST(TensorParallelRewriteOfAModel, HasNoDataInSteps) {
   const auto text = error_of_run<c10::Error>(2, config_of({2}), [] {
     const auto net = make_model<PlainModel>(5, /*layers=*/1);
     mark(*net);
-    Model<PlainModel> model(net);
+    ModelOf<PlainModel> model(net);
     bool reads = false;
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) {
       if (reads) net->blocks[0]->up.const_data_ptr<double>();
@@ -332,7 +321,7 @@ TEST(TensorParallelRewriteOfAModel, IsSavedWhole) {
     run_as_threads(layout.ranks(), config_of(layout), [&] {
       const auto net = make_model<PlainModel>(seed);
       mark(*net);
-      Model<PlainModel> model(net);
+      ModelOf<PlainModel> model(net);
       DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
       auto train = step([&](torch::Tensor x, torch::Tensor y) {
         auto loss = net->loss(x, y);
@@ -376,7 +365,7 @@ std::pair<std::set<std::string>, std::string> after_a_step(
   run_as_threads(layout.ranks(), config, [&] {
     const auto net = make_model<PlainModel>(5, /*layers=*/2);
     prepare(*net);
-    Model<PlainModel> model(net);
+    ModelOf<PlainModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));

@@ -27,10 +27,6 @@ using namespace testing;
 
 using Change = std::function<Config(Config)>;
 
-struct TiedGpt : TinyGptImpl {
-  TiedGpt() : TinyGptImpl(/*tied=*/true) {}
-};
-
 template <class Net>
 void mark(Net& net) {
   set_tensor_parallelism(net);
@@ -162,7 +158,7 @@ void expect_divided(const Change& change, const Count& count) {
     int64_t all = 0, part = 0;
     for (const auto& parameter : net->parameters()) all += parameter.numel();
     mark(*net);
-    DistributedModel<std::shared_ptr<PlainModel>> model(net);
+    ModelOf<PlainModel> model(net);
     DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters());
     auto train = step([&](torch::Tensor x, torch::Tensor y) {
       auto loss = net->loss(x, y);

@@ -43,7 +43,7 @@ TEST(TensorParallelModel, SaysWhatIsDivided) {
   const TensorLayout layout{2, 1, 1, true};
   run_as_threads(2, config_of(layout), [&] {
     const auto net = make_model<DividedModel>(5, /*layers=*/1);
-    DistributedModel<std::shared_ptr<DividedModel>> model(net, ModelOptions().name("lm"));
+    ModelOf<DividedModel> model(net, ModelOptions().name("lm"));
     EXPECT_TRUE(model->is_distributed_parameter(net->blocks[0]->up));
     EXPECT_FALSE(model->is_distributed_parameter(net->blocks[0]->down_bias));
     EXPECT_EQ(model->distributed_modules().keys(), std::vector<std::string>{"block0"});
@@ -70,7 +70,7 @@ TEST(TensorParallelModel, IsMadeAfterTheFirstPlan) {
       net = std::make_shared<DividedModel>();
       net->to(torch::kDouble);
     }
-    DistributedModel<std::shared_ptr<DividedModel>> model(net);
+    ModelOf<DividedModel> model(net);
     auto evaluate = step([&](torch::Tensor x, torch::Tensor y) { return net->loss(x, y); });
     const auto batch = token_batch(0);
     evaluate(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
@@ -83,7 +83,7 @@ TEST(TensorParallelModel, TakesWholeValues) {
   const auto other = make_model<PlainModel>(77);
   run_as_threads(4, config_of(layout), [&] {
     const auto net = make_model<DividedModel>(5);
-    DistributedModel<std::shared_ptr<DividedModel>> model(net);
+    ModelOf<DividedModel> model(net);
     ModelCore::TensorDict state;
     for (const auto& item : other->named_parameters()) state.insert(item.key(), item.value());
     model->load_state_dict(state);

@@ -42,20 +42,22 @@ torch::Tensor sum_of_losses(const torch::Tensor& scores, const torch::Tensor& ta
                           F::CrossEntropyFuncOptions().reduction(torch::kSum));
 }
 
-struct Layout {
+struct TokenLayout {
   std::string name;
   int ranks;
   Config config;
 };
 
-std::ostream& operator<<(std::ostream& out, const Layout& layout) { return out << layout.name; }
+std::ostream& operator<<(std::ostream& out, const TokenLayout& layout) {
+  return out << layout.name;
+}
 
-struct Result {
+struct TokenResult {
   torch::Tensor loss;
   Named gradients;
 };
 
-class TokenLoss : public ::testing::TestWithParam<Layout> {
+class TokenLoss : public ::testing::TestWithParam<TokenLayout> {
  protected:
   void SetUp() override {
     torch::set_num_threads(1);
@@ -67,9 +69,9 @@ class TokenLoss : public ::testing::TestWithParam<Layout> {
   }
 
   /// One process, which sees the whole batch.
-  Result plain() const {
+  TokenResult plain() const {
     Tagger net = make_tagger();
-    Result result;
+    TokenResult result;
     result.loss = F::cross_entropy(net(x_).flatten(0, 1), y_.flatten());
     result.loss.backward();
     for (const auto& item : net->named_parameters()) {
@@ -79,8 +81,8 @@ class TokenLoss : public ::testing::TestWithParam<Layout> {
   }
 
   /// `passes` calls, each with a part of the batch, whose gradients add up.
-  Result run(const Layout& layout, int passes = 1) const {
-    Result result;
+  TokenResult run(const TokenLayout& layout, int passes = 1) const {
+    TokenResult result;
     std::mutex mutex;
     run_as_threads(layout.ranks, layout.config, [&] {
       DistributedModel<Tagger> model(make_tagger(),
@@ -114,7 +116,7 @@ class TokenLoss : public ::testing::TestWithParam<Layout> {
   torch::Tensor x_, y_;
 };
 
-void expect_close(const Result& got, const Result& expected) {
+void expect_near_result(const TokenResult& got, const TokenResult& expected) {
   EXPECT_TRUE(torch::allclose(got.loss, expected.loss, 1e-12, 1e-14));
   ASSERT_EQ(got.gradients.size(), expected.gradients.size());
   for (const auto& [name, gradient] : expected.gradients) {
@@ -124,30 +126,34 @@ void expect_close(const Result& got, const Result& expected) {
 
 Config cut(int64_t microbatches) { return stages(1).microbatches(microbatches); }
 
-const Layout kAlone{"Alone", 1, cut(4).gradient_shards(2)};
+const TokenLayout kAlone{"Alone", 1, cut(4).gradient_shards(2)};
 
 /// Up to rounding: one sum over the batch is not the sum of those of its microbatches.
-TEST_P(TokenLoss, IsTheMeanOverTheTokensOfTheWholeBatch) { expect_close(run(GetParam()), plain()); }
+TEST_P(TokenLoss, IsTheMeanOverTheTokensOfTheWholeBatch) {
+  expect_near_result(run(GetParam()), plain());
+}
 
 INSTANTIATE_TEST_SUITE_P(
     Layouts, TokenLoss,
-    ::testing::Values(kAlone, Layout{"Stages", 2, cut(4).partitions(2)},
-                      Layout{"StagesAndReplicas", 4, cut(2).partitions(2).ddp(true)},
-                      Layout{"MicrobatchesThatDoNotDivide", 2, cut(3).ddp(true)},
-                      Layout{"LayersDivided", 2, cut(2).ddp(true).tensor_parallel_degree(2)},
-                      Layout{"LayersDividedOneBatch", 2,
-                             cut(2).ddp(true).tensor_parallel_degree(2).prescaled_batch(true)},
-                      Layout{"MicrobatchesTogether", 2, cut(4).partitions(2).numerics("fast")}),
+    ::testing::Values(kAlone, TokenLayout{"Stages", 2, cut(4).partitions(2)},
+                      TokenLayout{"StagesAndReplicas", 4, cut(2).partitions(2).ddp(true)},
+                      TokenLayout{"MicrobatchesThatDoNotDivide", 2, cut(3).ddp(true)},
+                      TokenLayout{"LayersDivided", 2, cut(2).ddp(true).tensor_parallel_degree(2)},
+                      TokenLayout{"LayersDividedOneBatch", 2,
+                                  cut(2).ddp(true).tensor_parallel_degree(2).prescaled_batch(true)},
+                      TokenLayout{"MicrobatchesTogether", 2,
+                                  cut(4).partitions(2).numerics("fast")}),
     [](const auto& info) { return info.param.name; });
 
 using TokenLosses = TokenLoss;
 
 /// Losses are those of the same microbatches, on any number of ranks.
 TEST_F(TokenLosses, HaveTheBitsOfOneProcess) {
-  const Result alone = run(kAlone);
-  for (const Layout& layout : {Layout{"stages", 2, cut(4).partitions(2).gradient_shards(2)},
-                               Layout{"both", 4, cut(2).partitions(2).ddp(true)}}) {
-    const Result got = run(layout);
+  const TokenResult alone = run(kAlone);
+  for (const TokenLayout& layout :
+       {TokenLayout{"stages", 2, cut(4).partitions(2).gradient_shards(2)},
+        TokenLayout{"both", 4, cut(2).partitions(2).ddp(true)}}) {
+    const TokenResult got = run(layout);
     expect_equal(got.loss, alone.loss, layout.name);
     expect_equal(got.gradients, alone.gradients, layout.name);
   }
@@ -155,7 +161,7 @@ TEST_F(TokenLosses, HaveTheBitsOfOneProcess) {
 
 /// The tokens are then those of all calls.
 TEST_F(TokenLosses, AddUpOverSeveralCalls) {
-  expect_close(run({"stages", 2, cut(2).partitions(2)}, /*passes=*/2), plain());
+  expect_near_result(run({"stages", 2, cut(2).partitions(2)}, /*passes=*/2), plain());
 }
 
 TEST_F(TokenLosses, AreZeroWithoutTokens) {

@@ -58,7 +58,7 @@ Named whole_gradients(const ModelCore& model) {
     auto& runtime = runtime::Runtime::get();
     const auto& entry = runtime.table().at(item.value());
     result[item.key()] = entry.is_divided()
-                             ? runtime::join(runtime, CommGroup::kTp, entry, gradient)
+                             ? runtime::join(runtime, entry.part(), gradient, gradient.options())
                              : gradient.clone();
   }
   return result;

@@ -21,23 +21,13 @@ namespace {
 using namespace testing;
 namespace to = torch::optim;
 
-Mlp make_mlp() {
-  torch::manual_seed(3);
-  return Mlp();
-}
-
-torch::Tensor input_of(int step) {
-  torch::manual_seed(50 + step);
-  return torch::randn({4, MlpImpl::kWidth});
-}
-
-constexpr int kSteps = 4;
+constexpr int kWatchedSteps = 4;
 const to::SGDOptions kOptions = to::SGDOptions(0.1).momentum(0.9);
 
 /// A program's changes of the gradients of its parameters before `optimizer.step()` number `step`.
-using Between = std::function<void(const Tensors& parameters, int step)>;
+using WatchedBetween = std::function<void(const Tensors& parameters, int step)>;
 
-struct Rank {
+struct WatchedRank {
   DistributedModel<Mlp>& model;
   Mlp net;
   DistributedOptimizer<to::SGD>& optimizer;
@@ -46,12 +36,12 @@ struct Rank {
 };
 
 /// Plays a program on ranks as threads; replicas get parts of a batch.
-void on_ranks(int ranks, const Config& config, const std::function<void(Rank&)>& body) {
+void on_ranks(int ranks, const Config& config, const std::function<void(WatchedRank&)>& body) {
   torch::set_num_threads(1);
   std::vector<Mlp> nets;
   for (int i = 0; i < ranks; ++i) nets.push_back(make_mlp());
   std::vector<torch::Tensor> inputs;
-  for (int i = 0; i < kSteps; ++i) inputs.push_back(input_of(i));
+  for (int i = 0; i < kWatchedSteps; ++i) inputs.push_back(mlp_input(i));
   run_as_threads(ranks, config, [&] {
     DistributedModel<Mlp> model(nets[rank()]);
     DistributedOptimizer<to::SGD> optimizer(model->parameters(), kOptions);
@@ -64,18 +54,19 @@ void on_ranks(int ranks, const Config& config, const std::function<void(Rank&)>&
         StepOptions().name("train"));
     auto evaluate = step([&](torch::Tensor x) { return model(x).square().mean(); },
                          StepOptions().name("evaluate"));
-    Rank rank_run{model, nets[rank()], optimizer,
-                  [&](int i) { return train(inputs[i].clone()).reduce_mean(); },
-                  [&](int i) { return evaluate(inputs[i].clone()).reduce_mean(); }};
+    WatchedRank rank_run{model, nets[rank()], optimizer,
+                         [&](int i) { return train(inputs[i].clone()).reduce_mean(); },
+                         [&](int i) { return evaluate(inputs[i].clone()).reduce_mean(); }};
     body(rank_run);
   });
 }
 
 /// Trains with `between` on two stages; `which` chooses the parameters.
-Named train_with(const Between& between, bool evaluates = false, const std::string& save_at = "") {
+Named train_with(const WatchedBetween& between, bool evaluates = false,
+                 const std::string& save_at = "") {
   Named weights;
-  on_ranks(2, stages(2), [&](Rank& here) {
-    for (int i = 0; i < kSteps; ++i) {
+  on_ranks(2, stages(2), [&](WatchedRank& here) {
+    for (int i = 0; i < kWatchedSteps; ++i) {
       here.optimizer.zero_grad();
       here.train(i);
       between(here.net->parameters(), i);
@@ -89,13 +80,13 @@ Named train_with(const Between& between, bool evaluates = false, const std::stri
   return weights;
 }
 
-Named train_plain(const Between& between) {
+Named train_plain(const WatchedBetween& between) {
   auto net = make_mlp();
   const auto parameters = unique_parameters(*net);
   to::SGD optimizer(parameters, kOptions);
-  for (int i = 0; i < kSteps; ++i) {
+  for (int i = 0; i < kWatchedSteps; ++i) {
     optimizer.zero_grad();
-    const auto x = input_of(i);
+    const auto x = mlp_input(i);
     plain_backward(parameters, 1, 2, [&](int m) { return net(part(x, 2, m)).square().mean(); });
     between(parameters, i);
     optimizer.step();
@@ -114,7 +105,7 @@ Tensors own(const Tensors& parameters) {
 }
 
 /// A rank's own norm, of all gradients that it has.
-Between clip_to(double max_norm) {
+WatchedBetween clip_to(double max_norm) {
   return [=](const Tensors& parameters, int) {
     torch::nn::utils::clip_grad_norm_(own(parameters), max_norm);
   };
@@ -142,7 +133,7 @@ TEST(ClippingOnEachRank, IsRefusedAtTheNextStep) {
 /// Only one of the ranks is above the bound: its factor changes from step to step.
 TEST(ClippingOnEachRank, IsRefusedWhereOneRankAloneClips) {
   std::vector<double> norms(2);
-  on_ranks(2, stages(2), [&](Rank& here) {
+  on_ranks(2, stages(2), [&](WatchedRank& here) {
     here.train(0);
     norms[rank()] = torch::nn::utils::clip_grad_norm_(own(here.net->parameters()), 1e9);
   });
@@ -153,7 +144,7 @@ TEST(ClippingOnEachRank, IsRefusedWhereOneRankAloneClips) {
 /// Evaluations and saves look, too: nothing is used that was made so.
 TEST(ClippingOnEachRank, IsRefusedByEvaluationsAndSaves) {
   const auto once = [](const Tensors& parameters, int i) {
-    if (i == kSteps - 1) torch::nn::utils::clip_grad_norm_(own(parameters), 1e-3);
+    if (i == kWatchedSteps - 1) torch::nn::utils::clip_grad_norm_(own(parameters), 1e-3);
   };
   EXPECT_FALSE(train_with(once).empty());  // no later call asks
   expect_has(error_of<UsageError>([&] { train_with(once, /*evaluates=*/true); }), kClipped);
@@ -166,7 +157,7 @@ TEST(ClippingOnEachRank, IsRefusedByEvaluationsAndSaves) {
 
 /// Changes that all ranks make alike, or to some of their gradients, are the program's own affair.
 TEST(ScalingOnEachRank, IsTheProgramsAffair) {
-  const std::vector<Between> programs = {
+  const std::vector<WatchedBetween> programs = {
       [](const Tensors& parameters, int) {  // all by one number
         for (const auto& parameter : parameters) {
           if (parameter.grad().defined()) parameter.grad().data().mul_(0.3);
@@ -205,13 +196,13 @@ TEST(ScalingOnEachRank, IsTheProgramsAffair) {
 /// All that one rank has, by a number that stays: right, and worth a word.
 TEST(ScalingOnEachRank, OfOneStageIsWarnedOf) {
   std::vector<bool> is_mine(12);  // the parameters that stage 0 owns
-  on_ranks(2, stages(2), [&](Rank& here) {
+  on_ranks(2, stages(2), [&](WatchedRank& here) {
     here.train(0);
     if (rank() > 0) return;
     const auto parameters = here.net->parameters();
     for (size_t i = 0; i < parameters.size(); ++i) is_mine[i] = !graph::is_absent(parameters[i]);
   });
-  const Between program = [&](const Tensors& parameters, int) {
+  const WatchedBetween program = [&](const Tensors& parameters, int) {
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (is_mine[i] && parameters[i].grad().defined()) parameters[i].mutable_grad().mul_(0.25);
     }
@@ -229,7 +220,7 @@ TEST(ScalingOnEachRank, OfOneStageIsWarnedOf) {
 /// The library's own way, also for the parameters of one stage alone.
 TEST(ScalingOnEachRank, ByTheLibraryIsKnown) {
   std::vector<int> of_first;
-  on_ranks(2, stages(2), [&](Rank& here) {
+  on_ranks(2, stages(2), [&](WatchedRank& here) {
     here.train(0);
     const auto parameters = here.net->parameters();
     for (size_t i = 0; rank() == 0 && i < parameters.size(); ++i) {
@@ -254,8 +245,8 @@ TEST(ScalingOnEachRank, ByTheLibraryIsKnown) {
 
 TEST(StepsWithoutBackward, AreRefusedWhereNoneTrains) {
   const auto text = error_of<UsageError>([&] {
-    on_ranks(2, stages(2), [&](Rank& here) {
-      for (int i = 0; i < kSteps; ++i) {
+    on_ranks(2, stages(2), [&](WatchedRank& here) {
+      for (int i = 0; i < kWatchedSteps; ++i) {
         here.optimizer.zero_grad();
         here.evaluate(i);
         here.optimizer.step();
@@ -269,13 +260,13 @@ TEST(StepsWithoutBackward, AreRefusedWhereNoneTrains) {
 
 TEST(StepsWithoutBackward, AreRefusedBeforeAnyStepFunction) {
   const auto text = error_of<UsageError>(
-      [&] { on_ranks(2, stages(2), [&](Rank& here) { here.optimizer.step(); }); });
+      [&] { on_ranks(2, stages(2), [&](WatchedRank& here) { here.optimizer.step(); }); });
   expect_has(text, {"optimizer.step() was called before any step function, so there are no "
                     "gradients. First call a step function that calls model->backward(loss)"});
 }
 
 TEST(StepsWithoutBackward, AreWarnedOfWhereOthersTrain) {
-  const auto log_of = [](const std::function<void(Rank&)>& body) {
+  const auto log_of = [](const std::function<void(WatchedRank&)>& body) {
     ::testing::internal::CaptureStderr();
     on_ranks(1, stages(1), body);
     return ::testing::internal::GetCapturedStderr();
@@ -284,8 +275,8 @@ TEST(StepsWithoutBackward, AreWarnedOfWhereOthersTrain) {
       "warning: optimizer.step() was called, and no step function has trained since it was called "
       "before: \"evaluate\" called no model->backward this time";
   for (const bool set_to_none : {true, false}) {
-    const auto log = log_of([&](Rank& here) {
-      for (int i = 0; i < kSteps; ++i) {
+    const auto log = log_of([&](WatchedRank& here) {
+      for (int i = 0; i < kWatchedSteps; ++i) {
         here.optimizer.zero_grad(set_to_none);
         i == 0 ? here.train(i) : here.evaluate(i);
         here.optimizer.step();
@@ -294,8 +285,8 @@ TEST(StepsWithoutBackward, AreWarnedOfWhereOthersTrain) {
     expect_has(log, {warning});
     EXPECT_EQ(log.find(warning, log.find(warning) + 1), std::string::npos);  // once
   }
-  const auto silent = log_of([&](Rank& here) {
-    for (int i = 0; i < kSteps; ++i) {
+  const auto silent = log_of([&](WatchedRank& here) {
+    for (int i = 0; i < kWatchedSteps; ++i) {
       here.evaluate(i);
       here.optimizer.zero_grad();
       here.train(i);
@@ -313,7 +304,7 @@ TEST(PlainOptimizers, TrainWholeParametersAlone) {
   torch::set_num_threads(1);
   std::vector<Mlp> nets{make_mlp(), make_mlp()};
   std::vector<torch::Tensor> inputs;
-  for (int i = 0; i < kSteps; ++i) inputs.push_back(input_of(i));
+  for (int i = 0; i < kWatchedSteps; ++i) inputs.push_back(mlp_input(i));
   const auto log_of = [&](const Config& config, Named& weights) {
     ::testing::internal::CaptureStderr();
     run_as_threads(2, config, [&] {
@@ -324,7 +315,7 @@ TEST(PlainOptimizers, TrainWholeParametersAlone) {
         model->backward(loss);
         return loss;
       });
-      for (int i = 0; i < kSteps; ++i) {
+      for (int i = 0; i < kWatchedSteps; ++i) {
         optimizer.zero_grad();
         train(inputs[i].clone());
         optimizer.step();
@@ -353,7 +344,7 @@ TEST(PlainOptimizers, AreNotSeenInStepsThatAddUp) {
   const auto log_of = [&](int ranks, bool is_plain) {
     std::vector<Mlp> nets{make_mlp(), make_mlp()};
     std::vector<torch::Tensor> inputs;
-    for (int i = 0; i < kSteps; ++i) inputs.push_back(input_of(i));
+    for (int i = 0; i < kWatchedSteps; ++i) inputs.push_back(mlp_input(i));
     ::testing::internal::CaptureStderr();
     run_as_threads(ranks, stages(ranks).bf16(true), [&] {
       DistributedModel<Mlp> model(nets[rank()], ModelOptions().backward_passes_per_step(kPasses));
@@ -365,7 +356,7 @@ TEST(PlainOptimizers, AreNotSeenInStepsThatAddUp) {
         model->backward(loss);
         return loss;
       });
-      for (int i = 0; i < kSteps; ++i) {
+      for (int i = 0; i < kWatchedSteps; ++i) {
         if (i % kPasses == 0) distributed ? distributed->zero_grad() : plain.zero_grad();
         train(inputs[i].clone());
         if ((i + 1) % kPasses == 0) distributed ? (void)distributed->step() : (void)plain.step();
@@ -382,8 +373,8 @@ TEST(PlainOptimizers, AreNotSeenInStepsThatAddUp) {
 
 TEST(Replicas, ThatLeaveOutAStepAreRefused) {
   const auto text = error_of<UsageError>([&] {
-    on_ranks(2, stages(1).ddp(true), [&](Rank& here) {
-      for (int i = 0; i < kSteps; ++i) {
+    on_ranks(2, stages(1).ddp(true), [&](WatchedRank& here) {
+      for (int i = 0; i < kWatchedSteps; ++i) {
         here.optimizer.zero_grad();
         if (i != 1 || rank() == 0) here.train(i);  // a batch that replica 1 does not like
         here.optimizer.step();
@@ -399,8 +390,8 @@ TEST(Replicas, ThatLeaveOutAStepAreRefused) {
 /// One that leaves out the update as well ends before the others.
 TEST(Replicas, ThatHaveFewerStepsLeaveTheOthersWaiting) {
   const auto text = error_of<TimeoutError>([&] {
-    on_ranks(2, stages(1).ddp(true).timeout_seconds(5), [&](Rank& here) {
-      for (int i = 0; i < kSteps; ++i) {
+    on_ranks(2, stages(1).ddp(true).timeout_seconds(5), [&](WatchedRank& here) {
+      for (int i = 0; i < kWatchedSteps; ++i) {
         if (i == 1 && rank() == 1) continue;
         here.optimizer.zero_grad();
         here.train(i);

@@ -14,6 +14,8 @@ import unittest
 
 SCRIPT = sys.argv.pop(1)
 SMALL_BENCH = sys.argv.pop(1)
+COUNT_CALLS = sys.argv.pop(1)
+COUNTED_PROGRAM = sys.argv.pop(1)
 sys.path.insert(0, os.path.dirname(SCRIPT))
 import gpu_report  # noqa: E402
 import gpu_run  # noqa: E402
@@ -118,9 +120,10 @@ class Results(unittest.TestCase):
     def test_calls_a_step(self):
         rows = gpu_run.calls_a_step("GPT", {"cudaLaunchKernel": 100, "cudaMemcpy": 1},
                                     {"cudaLaunchKernel": 150, "__cudaLaunchKernel": 5,
-                                     "cudaMemcpy": 1, "cudaStreamSynchronize": 10})
+                                     "cuLaunchKernel": 20, "cudaMemcpy": 1,
+                                     "cudaStreamSynchronize": 10})
         self.assertEqual([row[:2] for row in rows], [
-            ("GPT: launches a step", "5.5"), ("GPT: launches of graphs a step", "0"),
+            ("GPT: launches a step", "7.5"), ("GPT: launches of graphs a step", "0"),
             ("GPT: waits of the host a step", "1"), ("GPT: copies a step", "0"),
             ("GPT: cudaMalloc a step", "0")])
 
@@ -287,7 +290,8 @@ class Whole(Bundles):
         shutil.copy(gpu_report.__file__, self.here)
         for name in gpu_run.TESTS:
             self.pack(name, PASSES)
-        self.pack("gpt", "[ -f $4 ] && echo held out")
+        self.pack("gpt", """[ -f $4 ] && echo held out
+while [ $# -gt 1 ]; do [ "$1" = --losses ] && echo 0 0x1p+0 >"$2"; shift; done""")
         (self.here / "text.txt").write_text("text")
         self.pack("gpu", """[ "$1" = --count ] || { printf 'GPT\\t12\\ttokens/s\\n'; exit; }
 for n in $(seq $2); do :; done; echo "count_calls cudaLaunchKernel $((n * 3 + 7))" >&2""")
@@ -320,6 +324,7 @@ for n in $(seq $2); do :; done; echo "count_calls cudaLaunchKernel $((n * 3 + 7)
         for row in ("| parity, 1 of 1 | 1 passed |", "| parity of models, 1 of 1 | 1 passed |",
                     "| two processes on one GPU | 1 passed |",
                     "| GPT example, two processes | passed |", "| GPT | 12 tokens/s |  |",
+                    "| GPT example, losses of 20 steps | equal in 6 ways |  |",
                     "| GPT, PyTorch | 13 tokens/s |  |",
                     "| GPT, 1 rank, CUDA graphs: launches a step | 3 |  |",
                     "| memcheck of cuda_test | 1 passed |"):
@@ -328,6 +333,15 @@ for n in $(seq $2); do :; done; echo "count_calls cudaLaunchKernel $((n * 3 + 7)
         self.assertIn("held out", (self.out / "log.txt").read_text())
         self.assertEqual({path.name for path in self.out.iterdir()}, {"table.md", "log.txt"})
         self.assertFalse((self.here / "results").exists())
+
+    def test_layouts_with_other_losses_are_a_failure(self):
+        self.pack("gpt", """case "$*" in *replicas*) loss=0x1p+1;; *resumed*) exit;; *) loss=0x1p+0; esac
+while [ $# -gt 1 ]; do [ "$1" = --losses ] && echo 0 $loss >"$2"; shift; done""")
+        process = self.start("--only", "find")
+        process.communicate()
+        self.assertEqual(process.returncode, 1)
+        self.assertIn("| GPT example, losses of 20 steps | other bits or none: GPT example, stopped and "
+                      "resumed, GPT example, two replicas |", self.table())
 
     def test_a_failure_is_tried_again_and_remains_one(self):
         self.pack("cuda_test", """case "$*" in *--gtest_list_tests*) exit;; esac
@@ -403,6 +417,14 @@ class Bench(unittest.TestCase):
             "GPT, 1 rank, time of a step over plain libtorch's",
             "GPT, 2 stages", "GPT, 2 stages, time of a step over plain libtorch's",
             "all_reduce of 64 KiB, 2 ranks, exact", "all_reduce of 64 KiB, 2 ranks, fast"])
+
+    def test_launches_are_counted_by_whichever_way_a_program_comes_to_them(self):
+        """One through the runtime, which goes on to the driver, and two to the driver alone."""
+        ended = subprocess.run([COUNTED_PROGRAM], capture_output=True, text=True, check=True,
+                               env=dict(os.environ, LD_PRELOAD=os.path.abspath(COUNT_CALLS)))
+        self.assertEqual(ended.stdout, "3 launches, 0 failures\n")
+        self.assertEqual(gpu_run.calls_of(outcome("quick", ended.stderr.encode())),
+                         {"cudaLaunchKernel": 1, "cuLaunchKernel": 2, "cuStreamSynchronize": 1})
 
     def test_steps_to_count_calls_in(self):
         for way in gpu_run.WAYS:

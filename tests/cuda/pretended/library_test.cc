@@ -279,9 +279,23 @@ TEST(PretendedCapture, EndsOnItsThread) {
   EXPECT_EQ(end_of(stream), kInvalidated);
 }
 
+/// The library takes the costs of operators from these numbers.
+TEST(PretendedDevice, HasTheProcessorsAndClocksOfAnH100) {
+  const auto attribute = [](int number) {
+    int value = 0;
+    EXPECT_EQ(call("cudaDeviceGetAttribute", &value, number, 0), 0);
+    return value;
+  };
+  constexpr int kClock = 13, kProcessors = 16, kMemoryClock = 36, kLines = 37;
+  EXPECT_EQ(attribute(kProcessors), 132);
+  EXPECT_EQ(attribute(kClock), 1980000);
+  EXPECT_NEAR(2e3 * attribute(kMemoryClock) * attribute(kLines) / 8, 3.35e12, 1e10);
+}
+
 /// Exits with the number of the first failure, 0 for none.
 [[noreturn]] void fail_for_good() {
   void* memory = nullptr;
+  size_t bytes = 0;
   reinterpret_cast<void (*)(size_t)>(dlsym(library(), "pretended_cuda_fail_after"))(2);
   const int results[] = {launch(nullptr) == 0,
                          launch(nullptr) == 0,
@@ -289,6 +303,7 @@ TEST(PretendedCapture, EndsOnItsThread) {
                          allocate(&memory, 1) == kAssert,
                          copy(&memory, &memory, 1, nullptr) == kAssert,
                          call("cudaDeviceSynchronize") == kAssert,
+                         call("cudaMemGetInfo", &bytes, &bytes) == kAssert,
                          call("cudaGetLastError") == kAssert};
   int number = 0;
   for (const int result : results) {

@@ -30,16 +30,19 @@ struct Attribute {
   int value;
 };
 constexpr Attribute kAttributes[] = {
-    {1, 1024},                             // threads of a block
-    {5, 1 << 30},                          // blocks of a grid, in x, y and z
-    {6, 65535},   {7, 65535}, {8, 49152},  // shared memory of a block
-    {10, 32},                              // threads of a warp
-    {12, 65536},                           // registers of a block
-    {16, 132},                             // processors
-    {39, 2048},                            // threads of a processor
-    {75, 9},      {76, 0},                 // compute capability
-    {81, 233472},                          // shared memory of a processor
-    {97, 232448},                          // and of a block that asks for it
+    {1, 1024},                              // threads of a block
+    {5, 1 << 30},                           // blocks of a grid, in x, y and z
+    {6, 65535},    {7, 65535}, {8, 49152},  // shared memory of a block
+    {10, 32},                               // threads of a warp
+    {12, 65536},                            // registers of a block
+    {13, 1980000},                          // clock in kHz
+    {16, 132},                              // processors
+    {36, 2619000},                          // clock of the memory in kHz
+    {37, 5120},                             // lines to the memory
+    {39, 2048},                             // threads of a processor
+    {75, 9},       {76, 0},                 // compute capability
+    {81, 233472},                           // shared memory of a processor
+    {97, 232448},                           // and of a block that asks for it
 };
 
 }  // namespace
@@ -179,6 +182,7 @@ PRETENDED_API int cudaFree(void* address) {
 
 PRETENDED_API int cudaMemGetInfo(size_t* free, size_t* total) {
   const auto lock = Machine::lock();
+  if (const Error error = machine().broken()) return machine().fail(error);
   *total = machine().total();
   *free = *total - machine().used();
   return kSuccess;

@@ -15,7 +15,7 @@ namespace {
 
 using torch::Tensor;
 
-constexpr int64_t kBatch = 2, kLength = 5, kHeads = 4, kWidth = 16;
+constexpr int64_t kFormBatch = 2, kFormLength = 5, kFormHeads = 4, kFormWidth = 16;
 constexpr const char* kFused = "aten::scaled_dot_product_attention";
 
 /// Two layers of attention, whose second is not like the first.
@@ -23,13 +23,15 @@ struct LayersImpl : torch::nn::Module {
   explicit LayersImpl(double dropout_ = 0) : dropout(dropout_) {
     torch::manual_seed(3);
     for (int i = 0; i < 2; ++i) {
-      qkv.push_back(register_module(c10::str("qkv", i), torch::nn::Linear(kWidth, 3 * kWidth)));
-      out.push_back(register_module(c10::str("out", i), torch::nn::Linear(kWidth, kWidth)));
+      qkv.push_back(
+          register_module(c10::str("qkv", i), torch::nn::Linear(kFormWidth, 3 * kFormWidth)));
+      out.push_back(register_module(c10::str("out", i), torch::nn::Linear(kFormWidth, kFormWidth)));
     }
   }
 
   Tensor attention(int i, const Tensor& x, const Tensor& mask) {
-    const auto parts = qkv[i](x).view({kBatch, kLength, 3, kHeads, -1}).permute({2, 0, 3, 1, 4});
+    const auto parts =
+        qkv[i](x).view({kFormBatch, kFormLength, 3, kFormHeads, -1}).permute({2, 0, 3, 1, 4});
     std::optional<Tensor> bias;
     if (i == 1) bias = mask;
     if (alibi_bias_max > 0) bias = linear_biases(x.options()) + (i == 0 ? later(x) : mask);
@@ -41,11 +43,11 @@ struct LayersImpl : torch::nn::Module {
 
   /// Computes the paper's formula: 2 ^ (-bias_max (h + 1) / heads) times the distance, negated.
   Tensor linear_biases(const torch::TensorOptions& options) const {
-    const Tensor biases = torch::empty({1, kHeads, kLength, kLength}, torch::kDouble);
-    for (int64_t h = 0; h < kHeads; ++h) {
-      for (int64_t q = 0; q < kLength; ++q) {
-        for (int64_t k = 0; k < kLength; ++k) {
-          const double slope = std::pow(2, -alibi_bias_max * (h + 1.0) / kHeads);
+    const Tensor biases = torch::empty({1, kFormHeads, kFormLength, kFormLength}, torch::kDouble);
+    for (int64_t h = 0; h < kFormHeads; ++h) {
+      for (int64_t q = 0; q < kFormLength; ++q) {
+        for (int64_t k = 0; k < kFormLength; ++k) {
+          const double slope = std::pow(2, -alibi_bias_max * (h + 1.0) / kFormHeads);
           biases[0][h][q][k] = -slope * static_cast<double>(std::abs(q - k));
         }
       }
@@ -54,7 +56,7 @@ struct LayersImpl : torch::nn::Module {
   }
 
   static Tensor later(const Tensor& x) {
-    return torch::full({kLength, kLength}, -INFINITY, x.options()).triu(1);
+    return torch::full({kFormLength, kFormLength}, -INFINITY, x.options()).triu(1);
   }
 
   Tensor forward(Tensor x, const Tensor& mask) {
@@ -68,10 +70,10 @@ struct LayersImpl : torch::nn::Module {
 };
 TORCH_MODULE(Layers);
 
-Tensors inputs(torch::Dtype type) {
+Tensors states_and_mask(torch::Dtype type) {
   torch::manual_seed(4);
-  return {torch::randn({kBatch, kLength, kWidth}).to(type),
-          torch::randn({kBatch, 1, 1, kLength}).to(type)};
+  return {torch::randn({kFormBatch, kFormLength, kFormWidth}).to(type),
+          torch::randn({kFormBatch, 1, 1, kFormLength}).to(type)};
 }
 
 Function step_of(Layers& net) {
@@ -108,14 +110,15 @@ TEST(AttentionForm, IsTheFunctionOfTheModule) {
       Layers net(dropout);
       net->to(torch::kDouble);
       const TensorTable table = table_of(*net);
-      const auto whole = capture(table, inputs(torch::kDouble), step_of(net));
+      const auto whole = capture(table, states_and_mask(torch::kDouble), step_of(net));
       for (const int ranks : {2, 4}) {
         const DividedGraph divided = divide(*whole, options_of(table, ranks, attention));
         const bool fused = dropout == 0 && attention.attention_in_fp32();
         EXPECT_EQ(count_of(divided.graph, kFused), fused ? 2 : 0);
         EXPECT_EQ(divided.computed_otherwise.size(), 2u);
-        expect_equals_plain(divided, *net, table, inputs(torch::kDouble), step_of(net), ranks);
-        expect_metas_hold(divided, table, inputs(torch::kDouble), ranks);
+        expect_equals_plain(divided, *net, table, states_and_mask(torch::kDouble), step_of(net),
+                            ranks);
+        expect_metas_hold(divided, table, states_and_mask(torch::kDouble), ranks);
       }
     }
   }
@@ -127,16 +130,17 @@ TEST(AttentionForm, AddsLinearBiases) {
       Layers net(dropout);
       net->to(torch::kDouble);
       const TensorTable table = table_of(*net);
-      const auto whole = capture(table, inputs(torch::kDouble), step_of(net));
+      const auto whole = capture(table, states_and_mask(torch::kDouble), step_of(net));
       const auto alibi = TensorParallelismOptions().use_alibi(true).alibi_bias_max(bias_max);
       for (const int ranks : {2, 4}) {
         const DividedGraph divided = divide(*whole, options_of(table, ranks, alibi));
         EXPECT_EQ(divided.computed_otherwise.size(), 2u);
         EXPECT_EQ(count_of(divided.graph, "smp::tp_linear_biases"), 2);
         net->alibi_bias_max = static_cast<double>(bias_max);
-        expect_equals_plain(divided, *net, table, inputs(torch::kDouble), step_of(net), ranks);
+        expect_equals_plain(divided, *net, table, states_and_mask(torch::kDouble), step_of(net),
+                            ranks);
         net->alibi_bias_max = 0;
-        expect_metas_hold(divided, table, inputs(torch::kDouble), ranks);
+        expect_metas_hold(divided, table, states_and_mask(torch::kDouble), ranks);
       }
     }
   }
@@ -145,7 +149,7 @@ TEST(AttentionForm, AddsLinearBiases) {
 TEST(AttentionForm, ChecksWhereSlopesEnd) {
   Layers net;
   const TensorTable table = table_of(*net);
-  const auto whole = capture(table, inputs(torch::kFloat), step_of(net));
+  const auto whole = capture(table, states_and_mask(torch::kFloat), step_of(net));
   const auto alibi = TensorParallelismOptions().use_alibi(true).alibi_bias_max(0);
   try {
     divide(*whole, options_of(table, 2, alibi));
@@ -169,7 +173,7 @@ TEST(AttentionForm, ScalesTheSecondLayerByTwo) {
   Layers net;
   net->to(torch::kHalf);
   const TensorTable table = table_of(*net);
-  const auto whole = capture(table, inputs(torch::kHalf), step_of(net));
+  const auto whole = capture(table, states_and_mask(torch::kHalf), step_of(net));
   const auto divided = divide(
       *whole, options_of(table, 2, TensorParallelismOptions().query_key_layer_scaling(true)));
   const double first = std::sqrt(0.5), second = std::sqrt(0.7);  // 4 channels; the scale given
@@ -185,7 +189,7 @@ TEST(AttentionForm, InFloat32RoundsOnce) {
   Layers net;
   net->to(torch::kBFloat16);
   const TensorTable table = table_of(*net);
-  const auto whole = capture(table, inputs(torch::kBFloat16), step_of(net));
+  const auto whole = capture(table, states_and_mask(torch::kBFloat16), step_of(net));
   for (const bool fused : {true, false}) {
     const auto divided = divide(
         *whole,
@@ -202,14 +206,14 @@ TEST(AttentionForm, InFloat32RoundsOnce) {
     }
     EXPECT_EQ(attentions, 2);
     EXPECT_EQ(count_of(divided.graph, kFused), fused ? 2 : 0);
-    expect_metas_hold(divided, table, inputs(torch::kBFloat16), 2);
+    expect_metas_hold(divided, table, states_and_mask(torch::kBFloat16), 2);
   }
 }
 
 TEST(AttentionForm, IsSaidByTheParametersNextToTheQueries) {
   Layers net;
   const TensorTable table = table_of(*net);
-  const auto whole = capture(table, inputs(torch::kFloat), step_of(net));
+  const auto whole = capture(table, states_and_mask(torch::kFloat), step_of(net));
   const auto forms = [&](const char* parameter) {
     std::vector<bool> said;
     const auto all =
@@ -230,7 +234,7 @@ TEST(AttentionForm, IsSaidByTheParametersNextToTheQueries) {
 TEST(AttentionForm, IsNotThatOfAttentionThatIsNotDivided) {
   Layers net;
   const TensorTable table = table_of(*net);
-  const auto whole = capture(table, inputs(torch::kFloat), step_of(net));
+  const auto whole = capture(table, states_and_mask(torch::kFloat), step_of(net));
   DivideOptions options = eager_options(table, 3);
   for (const auto& entry : table.entries()) {
     options.options_of[entry.name] = TensorParallelismOptions().flash_attention(false);

@@ -6,6 +6,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include "graph/batch_axis.h"
+#include "graph/coalesce.h"
 #include "graph/leaf.h"
 #include "nn/rewrite/rule.h"
 #include "tests/error_of.h"
@@ -79,8 +81,8 @@ TEST(DivideTest, TextOfTwoLayers) {
 backward %12
 return %12
 )");
-  EXPECT_EQ(divided.operators.size(), whole->operators.size());
-  EXPECT_EQ(divided.operators[0], std::vector<int>{0});
+  EXPECT_EQ(divided.map.operators.size(), whole->operators.size());
+  EXPECT_EQ(divided.map.operators[0], std::vector<int>{0});
   // Pure: another call gives the same graph.
   EXPECT_EQ(divide(*whole, eager_options(table, 2)).graph.to_string(), divided.graph.to_string());
 }
@@ -151,11 +153,11 @@ TEST(DivideTest, LeavesGetWholeTensors) {
   const DividedGraph divided = divide(*whole, options);
   for (size_t i = 0; i < whole->operators.size(); ++i) {
     if (!graph::is_leaf(whole->operators[i].handle)) continue;
-    const auto& leaf = divided.graph.operators[divided.operators[i].at(0)];
+    const auto& leaf = divided.graph.operators[divided.map.operators[i].at(0)];
     EXPECT_EQ(divided.graph.values[leaf.arguments[2].values[0]].meta.sizes[1], 6);
     EXPECT_EQ(divided.graph.values[leaf.results[0]].meta.sizes[1], 6);
     // The call of each step reaches the operator.
-    EXPECT_EQ(divided.constants({{static_cast<int>(i), 0, c10::IValue()}}).size(), 1u);
+    EXPECT_EQ(divided.map.constants({{static_cast<int>(i), 0, c10::IValue()}}).size(), 1u);
     return;
   }
   FAIL() << "no leaf in\n" << whole->to_string();
@@ -184,7 +186,7 @@ TEST(DivideTest, ModesAreKept) {
     EXPECT_NE(line.find("bf16[2, 4] autocast_cpu(bf16)"), std::string::npos) << line;
   }
   for (size_t v = 0; v < whole->values.size(); ++v) {
-    const auto& got = divided.graph.values[divided.values[v].at(0)];
+    const auto& got = divided.graph.values[divided.map.values[v].at(0)];
     EXPECT_EQ(got.meta.dtype, whole->values[v].meta.dtype) << divided.graph.to_string();
   }
 }
@@ -195,7 +197,7 @@ TEST(DivideTest, CostsAreDivided) {
   const auto whole = capture(table, batch(64), step_of(net));
   for (auto& op : whole->operators) op.cost = {100, 200, 4000, 2000};
   const DividedGraph divided = divide(*whole, eager_options(table, 4));
-  const auto& up = divided.graph.operators[divided.operators[1][0]];
+  const auto& up = divided.graph.operators[divided.map.operators[1][0]];
   EXPECT_EQ(up.name(), "aten::addmm");
   EXPECT_EQ(up.cost.forward_us, 25);
   EXPECT_EQ(up.cost.backward_us, 50);
@@ -405,7 +407,7 @@ TEST(DivideTest, NumbersThatChange) {
   ASSERT_GE(index, 0);
 
   // Another probability of dropout is another number in the operator that stands for it.
-  const auto changes = drops.constants({{index, 4, 0.25}});
+  const auto changes = drops.map.constants({{index, 4, 0.25}});
   ASSERT_EQ(changes.size(), 1u);
   EXPECT_EQ(drops.graph.operators[changes[0].operator_index].name(), "smp::tp_dropout");
   net.dropout = 0.25;
@@ -417,11 +419,56 @@ TEST(DivideTest, NumbersThatChange) {
   net.dropout = 0;
   const DividedGraph plain_attention = divided_attention(net, 2);
   EXPECT_EQ(error_of<UsageError>([&] {
-              plain_attention.constants({{index, 4, 0.25}});
+              plain_attention.map.constants({{index, 4, 0.25}});
             }),
             "[smp] a number in operator aten::scaled_dot_product_attention is now 0.25, but it "
             "decided how tensor parallelism divided the operator. Keep it as it was in the first "
             "step, or give steps of another kind a step function of their own");
+}
+
+/// The pass on the result of another one: losses, sums of gradients and numbers that change are
+/// those of the microbatches one by one.
+TEST(DivideTest, SeveralMicrobatchesAsOne) {
+  constexpr int kFactor = 3;
+  TwoLayersImpl net(4, 6);
+  const TensorTable table = table_of(net);
+  double weight = 2;
+  const Function step = training([&](const Tensors& in) -> Tensors {
+    return {(net.forward(in[0]) * weight).square().mean()};
+  });
+  const Tensor all = torch::randn({2 * kFactor, 4}, torch::kDouble);
+  const auto part = [&](int m) { return Tensors{all.narrow(0, 2 * m, 2)}; };
+  const auto one = capture(table, part(0), step), many = capture(table, {all}, step);
+  const auto axes = graph::find_batch_axes(*one, *many, kFactor);
+  ASSERT_EQ(axes.refusal, "");
+  graph::Coalesced coalesced = graph::coalesce(*one, *many, axes, kFactor);
+  set_costs(coalesced.graph);
+  const DividedGraph divided = divide(coalesced.graph, eager_options(table, 2));
+  EXPECT_EQ(divided.parameters.size(), 3u) << report(divided);
+  expect_metas_hold(divided, table, {all}, 2);
+
+  weight = 3;
+  const auto guarded = graph::testing::trace(table, part(0), step, false, {one.get()});
+  ASSERT_EQ(guarded.match, one.get());
+  ASSERT_FALSE(guarded.constants.empty());
+  const graph::GraphMap map = graph::compose(coalesced.map, divided.map);
+  EXPECT_EQ(map.factor, kFactor);
+  const auto results = run_on_ranks(divided, table, {all}, 2, map.constants(guarded.constants));
+  net.zero_grad();
+  for (int m = 0; m < kFactor; ++m) {
+    const Tensor loss = step(part(m))[0].detach();
+    for (const Replayed& result : results) {
+      ASSERT_EQ(result.outputs.size(), size_t{kFactor});
+      expect_close(result.outputs[m], loss, c10::str("microbatch ", m));
+    }
+  }
+  for (const auto& item : net.named_parameters()) {
+    const auto split = divided.parameters.find(item.key());
+    Tensors parts;
+    for (const Replayed& result : results) parts.push_back(result.gradients.at(item.key()));
+    expect_close(split == divided.parameters.end() ? parts[0] : split->second.join(parts),
+                 item.value().grad(), item.key());
+  }
 }
 
 TEST(DivideTest, ContentsFollow) {
@@ -435,7 +482,7 @@ TEST(DivideTest, ContentsFollow) {
   for (size_t v = 0; v < whole->values.size(); ++v) {
     if (whole->values[v].kind != graph::ValueKind::kLiteral) continue;
     const auto changes =
-        divided.contents({{static_cast<graph::ValueId>(v), torch::full({4}, 3.0)}});
+        divided.map.contents({{static_cast<graph::ValueId>(v), torch::full({4}, 3.0)}});
     ASSERT_EQ(changes.size(), 1u);
     EXPECT_EQ(divided.graph.values[changes[0].value].kind, graph::ValueKind::kLiteral);
     EXPECT_EQ(changes[0].content[1].item<double>(), 3);

@@ -12,7 +12,7 @@ namespace {
 
 using torch::Tensor;
 
-constexpr int64_t kWidth = 8;
+constexpr int64_t kSumWidth = 8;
 const auto kInFloat32 = TensorParallelismOptions().fp32_residual_addition(true);
 
 /// How blocks add their results.
@@ -23,8 +23,9 @@ struct BlocksImpl : torch::nn::Module {
   explicit BlocksImpl(Form form_ = Form::kOneAfterTheOther) : form(form_) {
     torch::manual_seed(3);
     for (int i = 0; i < 4; ++i) {
-      up.push_back(register_module(c10::str("up", i), torch::nn::Linear(kWidth, 4 * kWidth)));
-      down.push_back(register_module(c10::str("down", i), torch::nn::Linear(4 * kWidth, kWidth)));
+      up.push_back(register_module(c10::str("up", i), torch::nn::Linear(kSumWidth, 4 * kSumWidth)));
+      down.push_back(
+          register_module(c10::str("down", i), torch::nn::Linear(4 * kSumWidth, kSumWidth)));
     }
     to(torch::kBFloat16);
   }
@@ -54,9 +55,9 @@ struct BlocksImpl : torch::nn::Module {
 };
 TORCH_MODULE(Blocks);
 
-Tensors inputs() {
+Tensors states() {
   torch::manual_seed(4);
-  return {torch::randn({4, kWidth}).to(torch::kBFloat16)};
+  return {torch::randn({4, kSumWidth}).to(torch::kBFloat16)};
 }
 
 Function step_of(Blocks& net) {
@@ -93,7 +94,7 @@ TEST(ResidualSums, AreThoseOfAValueAndWhatProductsMadeOfIt) {
   const auto said = said_of(table);
   const auto found_in = [&](const std::function<Tensor(const Tensor&)>& body) {
     const auto graph =
-        capture(table, inputs(), [&](const Tensors& in) -> Tensors { return {body(in[0])}; });
+        capture(table, states(), [&](const Tensors& in) -> Tensors { return {body(in[0])}; });
     return found(*graph, said);
   };
   using Found = std::vector<bool>;
@@ -126,7 +127,7 @@ TEST(ResidualSums, AreThoseOfAValueAndWhatProductsMadeOfIt) {
 TEST(ResidualSums, AreSaidByTheParametersNextToWhatIsAdded) {
   Blocks net;
   const TensorTable table = table_of(*net);
-  const auto graph = capture(table, inputs(), step_of(net));
+  const auto graph = capture(table, states(), step_of(net));
   EXPECT_EQ(found(*graph, said_of(table, "down1")), (std::vector<bool>{false, true, false, false}));
   EXPECT_EQ(found(*graph, said_of(table, "up1")), std::vector<bool>(4));
 }
@@ -151,8 +152,8 @@ std::pair<int, int> sums_in_float32(const Graph& graph) {
 TEST(ResidualSums, HaveTheBitsOfThoseByHand) {
   Blocks net, by_hand(Form::kByHandInFloat32);
   const TensorTable table = table_of(*net), table_by_hand = table_of(*by_hand);
-  const auto whole = capture(table, inputs(), step_of(net));
-  const auto whole_by_hand = capture(table_by_hand, inputs(), step_of(by_hand));
+  const auto whole = capture(table, states(), step_of(net));
+  const auto whole_by_hand = capture(table_by_hand, states(), step_of(by_hand));
   for (const auto& options_for : {eager_options, memory_options}) {
     for (const int ranks : {2, 4}) {
       DivideOptions options = options_for(table, ranks);
@@ -163,10 +164,10 @@ TEST(ResidualSums, HaveTheBitsOfThoseByHand) {
       ASSERT_EQ(divided.parameters.count("down0.weight"), 1u) << report(divided);
       EXPECT_EQ(divided.computed_otherwise.size(), 4u);
       EXPECT_EQ(sums_in_float32(divided.graph), std::pair(4, 3)) << divided.graph.to_string();
-      expect_metas_hold(divided, table, inputs(), ranks);
-      const auto got = run_on_ranks(divided, table, inputs(), ranks);
-      const auto want = run_on_ranks(expected, table_by_hand, inputs(), ranks);
-      const auto rounded = run_on_ranks(in_half, table, inputs(), ranks);
+      expect_metas_hold(divided, table, states(), ranks);
+      const auto got = run_on_ranks(divided, table, states(), ranks);
+      const auto want = run_on_ranks(expected, table_by_hand, states(), ranks);
+      const auto rounded = run_on_ranks(in_half, table, states(), ranks);
       for (int rank = 0; rank < ranks; ++rank) {
         EXPECT_TRUE(torch::equal(got[rank].outputs[1], want[rank].outputs[1]));
         EXPECT_FALSE(torch::equal(got[rank].outputs[1], rounded[rank].outputs[1]));
@@ -184,9 +185,9 @@ TEST(ResidualSums, GoOnWhereSeveralBranchesAreAdded) {
   const TensorTable table = table_of(*net);
   DivideOptions options = eager_options(table, 2);
   options.options_of = said_of(table);
-  const auto divided = divide(*capture(table, inputs(), step_of(net)), options);
+  const auto divided = divide(*capture(table, states(), step_of(net)), options);
   EXPECT_EQ(sums_in_float32(divided.graph), std::pair(4, 3)) << divided.graph.to_string();
-  expect_metas_hold(divided, table, inputs(), 2);
+  expect_metas_hold(divided, table, states(), 2);
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ TEST(StreamsAndValues, LiteralsFollow) {
     if (whole->values[v].kind != graph::ValueKind::kLiteral) continue;
     ++literals;
     const auto id = static_cast<graph::ValueId>(v);
-    for (const auto& change : divided.contents({{id, torch::tensor(data, torch::kDouble)}})) {
+    for (const auto& change : divided.map.contents({{id, torch::tensor(data, torch::kDouble)}})) {
       ASSERT_TRUE(divided.graph.values[change.value].content.defined())
           << divided.graph.to_string();
       divided.graph.values[change.value].content = change.content;

@@ -190,7 +190,7 @@ TEST(StreamsTest, ModesAreKept) {
     EXPECT_NE(line.find(": bf16["), std::string::npos) << line;
   }
   for (size_t v = 0; v < whole->values.size(); ++v) {
-    const auto& got = divided.graph.values[divided.values[v].at(0)];
+    const auto& got = divided.graph.values[divided.map.values[v].at(0)];
     EXPECT_EQ(got.meta.dtype, whole->values[v].meta.dtype) << divided.graph.to_string();
   }
 }
