@@ -33,7 +33,7 @@ trap 'rm -rf "$work"' EXIT
 # Bazel shows a test links to the sources, which CMake would install as links.
 if [ -n "${TEST_SRCDIR:-}" ]; then
   mkdir "$work/source"
-  tar -C "$source" --exclude=_objs -ch . | tar -C "$work/source" -x && source=$work/source
+  tar -C "$source" --exclude=_objs --exclude='*_unit_*.cc' -ch . | tar -C "$work/source" -x && source=$work/source
 fi
 export CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc --all)} OMP_NUM_THREADS=1
 export CMAKE_GENERATOR=Ninja OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
