@@ -52,8 +52,7 @@ std::string fingerprint_text(const Graph& graph) {
 
 void check_name(const std::string& name) {
   SMP_CHECK_WITH(CaptureError, is_shown_as_it_is(name),
-                 "cannot save the graph: expected names of "
-                 "modules and parameters of at most ",
+                 "cannot save the graph: expected names of modules and parameters of at most ",
                  kLongestName, " bytes of UTF-8 without control characters, got \"",
                  core::printable(name, 100),
                  "\". Rename it, or leave out the configuration parameter \"graph_file\".");
