@@ -196,7 +196,8 @@ JsonOutline outline_of(const std::string& text) {
   return inspection.outline();
 }
 
-json parse_json(const std::string& text, const std::string& source_name) {
+json parse_json(const std::string& text, const std::string& name) {
+  const std::string source_name = printable(name);
   const JsonOutline outline = outline_of(text);
   SMP_CHECK_WITH(ConfigError, !outline.is_too_deep, source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got more. Write values without so many brackets.");

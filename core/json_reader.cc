@@ -74,10 +74,9 @@ JsonReader JsonReader::at(size_t index) const {
   return JsonReader((*value_)[index], *this, path_ + "[" + std::to_string(index) + "]");
 }
 
-std::vector<JsonReader> JsonReader::elements() const {
-  std::vector<JsonReader> result;
-  for (size_t i = 0; i < size(); ++i) result.push_back(at(i));
-  return result;
+JsonReader::Elements JsonReader::elements() const {
+  expect(value_->is_array(), "an array");
+  return Elements(*this);
 }
 
 bool JsonReader::boolean() const {

@@ -43,7 +43,9 @@ class JsonReader {
   size_t size() const;
   /// An element of an array.
   JsonReader at(size_t index) const;
-  std::vector<JsonReader> elements() const;
+  /// All of them, each made when a loop comes to it.
+  class Elements;
+  Elements elements() const;
 
   /// The value itself.
   const nlohmann::json& value() const { return *value_; }
@@ -71,6 +73,32 @@ class JsonReader {
   std::string source_;
   std::string path_;
   Fail fail_;
+};
+
+class JsonReader::Elements {
+ public:
+  class Iterator {
+   public:
+    JsonReader operator*() const { return array_->at(index_); }
+    Iterator& operator++() { return ++index_, *this; }
+    bool operator!=(const Iterator& other) const { return index_ != other.index_; }
+
+   private:
+    friend class Elements;
+    Iterator(const JsonReader& array, size_t index) : array_(&array), index_(index) {}
+
+    const JsonReader* array_;
+    size_t index_;
+  };
+
+  Iterator begin() const { return {array_, 0}; }
+  Iterator end() const { return {array_, array_.size()}; }
+
+ private:
+  friend class JsonReader;
+  explicit Elements(JsonReader array) : array_(std::move(array)) {}
+
+  const JsonReader array_;
 };
 
 }  // namespace smp::core

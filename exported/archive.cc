@@ -17,7 +17,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/enumerations.h"
-#include "exported/json_place.h"
+#include "exported/program_json.h"
 #include "exported/zip_directory.h"
 
 namespace smp::exported {
@@ -41,7 +41,8 @@ auto reading(const std::string& path, const F& read) {
   } catch (const Error&) {
     throw;
   } catch (const c10::Error& error) {
-    core::fail<CheckpointError>("cannot read exported program \"", path, "\": ", first_line(error),
+    core::fail<CheckpointError>("cannot read exported program \"", core::printable(path),
+                                "\": ", first_line(error),
                                 ". Expected an archive that torch.export.save of torch 2.9 or "
                                 "later has written: write it again, or copy it again");
   }
@@ -124,7 +125,7 @@ void check_fits(const Layout& layout, size_t bytes, const core::JsonReader& meta
 Archive::Archive(const std::string& path) : path_(path) {
   std::error_code error;
   const bool is_file = std::filesystem::is_regular_file(path, error);
-  SMP_CHECK_WITH(CheckpointError, is_file, "cannot read exported program \"", path,
+  SMP_CHECK_WITH(CheckpointError, is_file, "cannot read exported program \"", core::printable(path),
                  "\": there is no such file. Give the path of what torch.export.save has written");
   check_zip_directory(path);
   reader_ =
@@ -152,7 +153,8 @@ c10::Storage Archive::storage(const std::string& record) {
 
 std::map<std::string, StoredTensor> Archive::tensors() {
   if (reading(path_, [&] { return reader_->hasRecord("byteorder"); })) {
-    SMP_CHECK_WITH(CheckpointError, text("byteorder") == "little", "exported program \"", path_,
+    SMP_CHECK_WITH(CheckpointError, text("byteorder") == "little", "exported program \"",
+                   core::printable(path_),
                    "\" has the byte order of another machine. Write it on a little-endian one");
   }
   std::map<std::string, StoredTensor> tensors;
@@ -172,7 +174,7 @@ void Archive::add_tensors(const std::string& folder, const std::string& kind,
     const std::string data = entry.at("path_name").text();
     const bool is_raw = entry.has("use_pickle") && !entry.at("use_pickle").boolean();
     SMP_CHECK_WITH(CheckpointError, is_raw && entry.has("tensor_meta"), "exported program \"",
-                   path_, "\": \"", core::printable(name, 100),
+                   core::printable(path_), "\": \"", core::printable(name, 100),
                    "\" is stored as a pickle, or is no tensor, and pickles are never read. Make it "
                    "an ordinary dense tensor before the export");
     const core::JsonReader meta = entry.at("tensor_meta");

@@ -13,7 +13,7 @@
 #include "checkpoint/untrusted_json.h"
 #include "core/check.h"
 #include "core/text.h"
-#include "exported/json_place.h"
+#include "exported/program_json.h"
 #include "exported/read_program.h"
 #include "graph/intercept.h"
 
@@ -70,8 +70,8 @@ LoadedProgram::LoadedProgram(const std::string& path) {
   for (const Input& input : program_.inputs) {
     if (input.kind == Kind::kUser) continue;
     const auto found = stored.find(input.name);
-    SMP_CHECK_WITH(CheckpointError, found != stored.end(), "exported program \"", path,
-                   "\" has no data for \"", core::printable(input.name, 100),
+    SMP_CHECK_WITH(CheckpointError, found != stored.end(), "exported program \"",
+                   core::printable(path), "\" has no data for \"", core::printable(input.name, 100),
                    "\". The file is damaged: write it again by torch.export.save");
     const auto& [tensor, requires_grad] = found->second;
     if (input.kind == Kind::kConstant) {
@@ -81,8 +81,9 @@ LoadedProgram::LoadedProgram(const std::string& path) {
     SMP_CHECK_WITH(CheckpointError,
                    !requires_grad || at::isFloatingType(tensor.scalar_type()) ||
                        at::isComplexType(tensor.scalar_type()),
-                   "exported program \"", path, "\": \"", core::printable(input.name, 100),
-                   "\" requires a gradient and has type ", tensor.scalar_type(),
+                   "exported program \"", core::printable(path), "\": \"",
+                   core::printable(input.name, 100), "\" requires a gradient and has type ",
+                   tensor.scalar_type(),
                    ", which has none. The file is damaged: write it again by torch.export.save");
     by_name_[input.name] = tensors_.size();
     tensors_.push_back({input.name, input.kind == Kind::kParameter, tensor, requires_grad});
@@ -95,11 +96,11 @@ void LoadedProgram::share_tensors(const LoadedProgram& other) {
     const bool fits = found != other.by_name_.end() &&
                       other.tensors_[found->second].tensor.sizes() == own.tensor.sizes() &&
                       other.tensors_[found->second].tensor.dtype() == own.tensor.dtype();
-    SMP_CHECK_WITH(CheckpointError, fits, "exported programs \"", other.program_.file, "\" and \"",
-                   program_.file, "\" are not of one model: the first has no \"",
-                   core::printable(own.name, 100), "\" of type ", own.tensor.scalar_type(),
-                   " and shape ", own.tensor.sizes(),
-                   ". Export the same model after train() and after eval()");
+    SMP_CHECK_WITH(
+        CheckpointError, fits, "exported programs \"", core::printable(other.program_.file),
+        "\" and \"", core::printable(program_.file), "\" are not of one model: the first has no \"",
+        core::printable(own.name, 100), "\" of type ", own.tensor.scalar_type(), " and shape ",
+        own.tensor.sizes(), ". Export the same model after train() and after eval()");
     own.tensor = other.tensors_[found->second].tensor;
   }
 }
@@ -121,15 +122,15 @@ c10::IValue LoadedProgram::arguments_of(const std::vector<c10::IValue>& argument
   for (const std::string& name : names) {
     signature += (signature.empty() ? "" : ", ") + core::printable(name.empty() ? "?" : name, 60);
   }
-  SMP_CHECK_WITH(UsageError, arguments.size() <= names.size(), "exported program \"", program_.file,
-                 "\" takes ", names.size(), " arguments (", signature, "), got ", arguments.size(),
-                 ". Pass those that it was exported with");
+  SMP_CHECK_WITH(UsageError, arguments.size() <= names.size(), "exported program \"",
+                 core::printable(program_.file), "\" takes ", names.size(), " arguments (",
+                 signature, "), got ", arguments.size(), ". Pass those that it was exported with");
   Named bound;
   std::vector<c10::IValue> values(positions);
   std::vector<bool> is_given(positions, false);
   const auto give = [&](const std::string& name, size_t place, const c10::IValue& value) {
     const bool is_new = place < positions ? !is_given[place] : bound.emplace(name, value).second;
-    SMP_CHECK_WITH(UsageError, is_new, "exported program \"", program_.file,
+    SMP_CHECK_WITH(UsageError, is_new, "exported program \"", core::printable(program_.file),
                    "\" got its argument \"", core::printable(name, 60),
                    "\" twice. Pass it by position or by name");
     if (place >= positions) return;
@@ -140,15 +141,16 @@ c10::IValue LoadedProgram::arguments_of(const std::vector<c10::IValue>& argument
   for (const auto& [name, value] : named) {
     const auto found = std::find(names.begin(), names.end(), name);
     SMP_CHECK_WITH(UsageError, found != names.end() && !name.empty(), "exported program \"",
-                   program_.file, "\" has no argument \"", core::printable(name, 60),
-                   "\": it takes (", signature, "), those that it was exported with");
+                   core::printable(program_.file), "\" has no argument \"",
+                   core::printable(name, 60), "\": it takes (", signature,
+                   "), those that it was exported with");
     give(name, static_cast<size_t>(found - names.begin()), value);
   }
   const bool complete =
       std::all_of(is_given.begin(), is_given.end(), [](bool given) { return given; }) &&
       bound.size() == by_name.children.size();
-  SMP_CHECK_WITH(UsageError, complete, "exported program \"", program_.file, "\" takes (",
-                 signature,
+  SMP_CHECK_WITH(UsageError, complete, "exported program \"", core::printable(program_.file),
+                 "\" takes (", signature,
                  "), and not all of these were passed. Pass each, also those that have "
                  "defaults in Python");
   c10::impl::GenericDict dictionary(c10::StringType::get(), c10::AnyType::get());
@@ -170,16 +172,16 @@ bool LoadedProgram::is_of_type(const at::Tensor& tensor, at::ScalarType expected
 void LoadedProgram::check_input(const Input& input, const Leaf& leaf) const {
   if (input.fixed) {
     SMP_CHECK_WITH(UsageError, is_same(leaf.value, *input.fixed), "exported program \"",
-                   program_.file, "\": argument ", leaf.place, " is ", shown(leaf.value),
-                   ", and the program was exported with ", shown(*input.fixed),
+                   core::printable(program_.file), "\": argument ", leaf.place, " is ",
+                   shown(leaf.value), ", and the program was exported with ", shown(*input.fixed),
                    ", which is part of it. Pass that value, or export again");
     return;
   }
   if (input.type != ValueType::kTensor) {
     SMP_CHECK_WITH(UsageError, is_number_of(leaf.value, input.type), "exported program \"",
-                   program_.file, "\": argument ", leaf.place, ": expected a number, ",
-                   to_string(input.type), ", got a value of type ", leaf.value.tagKind(),
-                   ". Pass what the program was exported with");
+                   core::printable(program_.file), "\": argument ", leaf.place,
+                   ": expected a number, ", to_string(input.type), ", got a value of type ",
+                   leaf.value.tagKind(), ". Pass what the program was exported with");
     return;
   }
   const bool fits = leaf.value.isTensor() && leaf.value.toTensor().defined() &&
@@ -189,9 +191,9 @@ void LoadedProgram::check_input(const Input& input, const Leaf& leaf) const {
       leaf.value.isTensor() && leaf.value.toTensor().defined()
           ? c10::str(leaf.value.toTensor().scalar_type(), " ", leaf.value.toTensor().sizes())
           : "a value of type " + leaf.value.tagKind();
-  SMP_CHECK_WITH(UsageError, fits, "exported program \"", program_.file, "\": argument ",
-                 leaf.place, ": expected a tensor ", *input.dtype, " ", sizes_of(input), ", got ",
-                 got, ". Pass what the program was exported with");
+  SMP_CHECK_WITH(UsageError, fits, "exported program \"", core::printable(program_.file),
+                 "\": argument ", leaf.place, ": expected a tensor ", *input.dtype, " ",
+                 sizes_of(input), ", got ", got, ". Pass what the program was exported with");
 }
 
 /// Sizes, and integers, that were fixed at the export have their value; those that were dynamic fit
@@ -221,7 +223,7 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
   for (const Size& size : sizes) {
     const auto expected = size.expected.evaluate(symbols);
     SMP_CHECK_WITH(UsageError, expected && *expected == size.got, "exported program \"",
-                   program_.file, "\": argument ", size.leaf.place,
+                   core::printable(program_.file), "\": argument ", size.leaf.place,
                    size.leaf.value.isInt()
                        ? c10::str(" is ", size.got)
                        : c10::str(" has size ", size.got, " on axis ", size.axis),
@@ -236,9 +238,10 @@ void LoadedProgram::check_sizes(const std::vector<Leaf>& leaves) const {
     const auto range = program_.ranges.find(symbol);
     if (range == program_.ranges.end()) continue;
     const bool fits = value >= range->second.least && value <= range->second.most;
-    SMP_CHECK_WITH(UsageError, fits, "exported program \"", program_.file, "\": its dynamic size ",
-                   symbol, " is ", value, " for these arguments, and it was exported for ",
-                   shown(range->second), ". Pass a batch in that range, or export with another");
+    SMP_CHECK_WITH(UsageError, fits, "exported program \"", core::printable(program_.file),
+                   "\": its dynamic size ", symbol, " is ", value,
+                   " for these arguments, and it was exported for ", shown(range->second),
+                   ". Pass a batch in that range, or export with another");
   }
 }
 

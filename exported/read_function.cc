@@ -12,7 +12,7 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/enumerations.h"
-#include "exported/json_place.h"
+#include "exported/program_json.h"
 
 namespace smp::exported {
 namespace {
@@ -52,9 +52,9 @@ class Reading {
 
   Function read(const core::JsonReader& graph) {
     for (const core::JsonReader& input : graph.at("inputs").elements()) add_input(input);
-    const auto nodes = graph.at("nodes").elements();
+    const core::JsonReader nodes = graph.at("nodes");
     function_.nodes.reserve(nodes.size());
-    for (const core::JsonReader& node : nodes) add_node(node);
+    for (const core::JsonReader& node : nodes.elements()) add_node(node);
     for (const core::JsonReader& output : graph.at("outputs").elements()) {
       function_.outputs.push_back(argument(output));
     }

@@ -13,7 +13,7 @@
 #include "core/text.h"
 #include "exported/enumerations.h"
 #include "exported/format_version.h"
-#include "exported/json_place.h"
+#include "exported/program_json.h"
 #include "exported/read_function.h"
 
 namespace smp::exported {
@@ -156,21 +156,21 @@ void note_devices(const core::JsonReader& graph, const Function& function, Funct
 
 void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph, Program& program,
                  FunctionReader& reader) {
-  const std::vector<core::JsonReader> places = specs.elements();
   const Function& function = program.function;
-  if (places.size() != function.inputs.size())
+  if (specs.size() != function.inputs.size())
     specs.fail_expected("one for each input of the graph");
   std::set<std::string> names;
-  for (size_t i = 0; i < places.size(); ++i) {
+  for (size_t i = 0; i < specs.size(); ++i) {
+    const core::JsonReader place = specs.at(i);
     const Slot slot = function.inputs[i];
-    Input input = read_input(places[i], graph, function, slot, reader);
+    Input input = read_input(place, graph, function, slot, reader);
     const bool has_slot = slot != kNoSlot;
     const bool is_stored = input.kind != Input::Kind::kUser;
     const bool fits = is_stored ? has_slot && function.values[slot].type == ValueType::kTensor
                                 : has_slot != input.fixed.has_value();
-    if (!fits) places[i].fail_expected("tensors, numbers and constants where the graph has these");
+    if (!fits) place.fail_expected("tensors, numbers and constants where the graph has these");
     if (is_stored && !names.insert(input.name).second) {
-      places[i].fail_expected("a name that no other has");
+      place.fail_expected("a name that no other has");
     }
     program.inputs.push_back(std::move(input));
   }

@@ -40,7 +40,7 @@ void put(Frame& frame, const Node& node, Slot slot, c10::IValue value) {
   const Value& expected = frame.function.values[slot];
   if (!is_of(value, expected.type)) {
     core::fail<CheckpointError>(
-        "exported program \"", frame.environment.file, "\": ", described(node),
+        "exported program \"", core::printable(frame.environment.file), "\": ", described(node),
         " returned a value of type ", value.tagKind(), " where the program has ",
         to_string(expected.type), " \"", core::printable(expected.name, 60),
         "\". The program does not fit this libtorch: export it again by the torch that you link");
@@ -61,8 +61,8 @@ void put_results(Frame& frame, const Node& node, std::vector<c10::IValue> result
       put(frame, node, result.slots[k], results[i].toListRef()[k]);
     }
   }
-  SMP_CHECK_WITH(CheckpointError, fits, "exported program \"", frame.environment.file,
-                 "\": ", described(node),
+  SMP_CHECK_WITH(CheckpointError, fits, "exported program \"",
+                 core::printable(frame.environment.file), "\": ", described(node),
                  " returned another number of values than the program "
                  "has. Export it again by the torch that you link");
 }
@@ -76,8 +76,8 @@ std::vector<c10::IValue> run_node(Frame& frame, const Node& node) {
   } catch (const c10::OutOfMemoryError&) {
     throw;
   } catch (const c10::Error& error) {
-    core::fail<Error>("exported program \"", frame.environment.file, "\": ", described(node), ": ",
-                      core::text_without_prefix(error));
+    core::fail<Error>("exported program \"", core::printable(frame.environment.file),
+                      "\": ", described(node), ": ", core::text_without_prefix(error));
   }
 }
 

@@ -10,7 +10,7 @@
 #include "checkpoint/untrusted_json.h"
 #include "core/check.h"
 #include "core/text.h"
-#include "exported/json_place.h"
+#include "exported/program_json.h"
 
 namespace smp::exported {
 namespace {
@@ -167,11 +167,11 @@ size_t Structure::leaves() const {
 
 Structure read_structure(const core::JsonReader& text) {
   const nlohmann::json json = checkpoint::parse_untrusted(text.text());
-  const auto parts = program_json(json, text.source()).elements();
+  const core::JsonReader parts = program_json(json, text.source());
   if (parts.size() != 2) text.fail_expected("a list of a version and a structure");
-  const int64_t version = parts[0].integer();
-  if (version != 1) parts[0].fail_expected("version 1 of structures");
-  return read_node(parts[1]);
+  const core::JsonReader version = parts.at(0);
+  if (version.integer() != 1) version.fail_expected("version 1 of structures");
+  return read_node(parts.at(1));
 }
 
 void flatten(const Structure& structure, const c10::IValue& value, const std::string& place,

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exported/write_function.h"
 
+#include <c10/core/DeviceType.h>
+
 #include <map>
 #include <utility>
 
 #include "exported/structure.h"
 #include "exported/write_nodes.h"
 #include "exported/write_scope.h"
+#include "graph/devices.h"
 #include "graph/visit.h"
 
 namespace smp::exported {
@@ -42,18 +45,21 @@ struct Layer {
   bool (*is_idle)(const graph::Graph& graph, const Operator& op);
 };
 
-Json autocast(const char* device, at::ScalarType dtype, const ExecutionMode& mode) {
+Json autocast(at::DeviceType device, at::ScalarType dtype, const ExecutionMode& mode) {
   constexpr bool kEnabled = true;
-  return Json::array({tagged("as_string", device), tagged("as_scalar_type", write_dtype(dtype)),
-                      tagged("as_bool", kEnabled), tagged("as_bool", mode.autocast_cache)});
+  return Json::array({tagged("as_string", c10::DeviceTypeName(device, /*lower_case=*/true)),
+                      tagged("as_scalar_type", write_dtype(dtype)), tagged("as_bool", kEnabled),
+                      tagged("as_bool", mode.autocast_cache)});
 }
 
 Json autocast_of_cpu(const ExecutionMode& mode) {
-  return mode.autocast_cpu ? autocast("cpu", mode.autocast_cpu_dtype, mode) : Json(nullptr);
+  return mode.autocast_cpu ? autocast(at::kCPU, mode.autocast_cpu_dtype, mode) : Json(nullptr);
 }
 
-Json autocast_of_cuda(const ExecutionMode& mode) {
-  return mode.autocast_cuda ? autocast("cuda", mode.autocast_cuda_dtype, mode) : Json(nullptr);
+Json autocast_of_accelerator(const ExecutionMode& mode) {
+  return mode.autocast_accelerator
+             ? autocast(graph::accelerator_type(), mode.autocast_accelerator_dtype, mode)
+             : Json(nullptr);
 }
 
 Json no_grad(const ExecutionMode& mode) {
@@ -77,7 +83,7 @@ bool has_no_history(const graph::Graph& graph, const Operator& op) {
 const std::vector<Layer>& layers() {
   static const std::vector<Layer> layers = {
       {"wrap_with_autocast", autocast_of_cpu, is_never_idle},
-      {"wrap_with_autocast", autocast_of_cuda, is_never_idle},
+      {"wrap_with_autocast", autocast_of_accelerator, is_never_idle},
       {"wrap_with_set_grad_enabled", no_grad, has_no_history}};
   return layers;
 }

@@ -49,7 +49,7 @@ std::vector<StoredAs> weights_of(const ExportRequest& request, ExportReport& rep
   for (const auto& [name, is_parameter, tensor] : request.tensors) {
     const std::string written = python_path(name);
     SMP_CHECK_WITH(
-        UsageError, names.insert(written).second, "cannot export \"", request.file,
+        UsageError, names.insert(written).second, "cannot export \"", core::printable(request.file),
         "\": two parameters or buffers would be \"", core::printable(written, 100),
         "\" in Python, where a name that is a word of its language gets a \"_\". Register "
         "one under another name");

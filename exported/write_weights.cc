@@ -14,8 +14,8 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/archive_writer.h"
-#include "exported/json_place.h"
 #include "exported/loaded_program.h"
+#include "exported/program_json.h"
 
 namespace smp::exported {
 namespace {
@@ -28,11 +28,11 @@ void assign(const LoadedProgram& program, const std::map<std::string, at::Tensor
   for (const ModelTensor& own : program.tensors()) {
     const auto found = state.find(own.name);
     SMP_CHECK_WITH(CheckpointError, found != state.end() && found->second.defined(),
-                   "cannot save exported program \"", program.program().file,
+                   "cannot save exported program \"", core::printable(program.program().file),
                    "\" with other weights: the state has no \"", core::printable(own.name, 100),
                    "\". Give the parameters and buffers of the module that was loaded from it");
     SMP_CHECK_WITH(CheckpointError, found->second.sizes() == own.tensor.sizes(),
-                   "cannot save exported program \"", program.program().file,
+                   "cannot save exported program \"", core::printable(program.program().file),
                    "\" with other weights: the state has \"", core::printable(own.name, 100),
                    "\" with shape ", found->second.sizes(), ", and the program with ",
                    own.tensor.sizes(),

@@ -28,7 +28,7 @@ class Bytes {
   /// Throws `CheckpointError` for bytes that are not within the file.
   Bytes(const checkpoint::FileReader& file, uint64_t offset, uint64_t size) {
     if (offset > file.size() || size > file.size() - offset) {
-      core::fail<CheckpointError>("cannot read exported program \"", file.path(),
+      core::fail<CheckpointError>("cannot read exported program \"", core::printable(file.path()),
                                   "\": its directory lies outside of it. Expected an archive that "
                                   "torch.export.save of torch 2.9 or later has written: write it "
                                   "again, or copy it again");
@@ -129,7 +129,7 @@ std::optional<Entry> read_entry(const Bytes& bytes, uint64_t at) {
 void check_zip_directory(const std::string& path) {
   const checkpoint::FileReader file(path);
   const auto expect = [&](bool fits) {
-    SMP_CHECK_WITH(CheckpointError, fits, "cannot read exported program \"", path,
+    SMP_CHECK_WITH(CheckpointError, fits, "cannot read exported program \"", core::printable(path),
                    "\": it has no directory of records at its end. Expected an archive that "
                    "torch.export.save of torch 2.9 or later has written: write it again, or copy "
                    "it again");
@@ -141,13 +141,14 @@ void check_zip_directory(const std::string& path) {
   for (uint64_t i = 0; i < directory->entries; ++i) {
     const auto entry = read_entry(bytes, at);
     expect(entry.has_value());
-    SMP_CHECK_WITH(CheckpointError, entry->is_stored, "exported program \"", path,
+    SMP_CHECK_WITH(CheckpointError, entry->is_stored, "exported program \"", core::printable(path),
                    "\": its record \"", core::printable(entry->name, 100),
                    "\" is compressed, and torch.export.save compresses none. Write it again by "
                    "that");
     const bool overflows = __builtin_add_overflow(total, entry->size, &total);
-    SMP_CHECK_WITH(CheckpointError, !overflows && total <= file.size(), "exported program \"", path,
-                   "\": with its record \"", core::printable(entry->name, 100),
+    SMP_CHECK_WITH(CheckpointError, !overflows && total <= file.size(), "exported program \"",
+                   core::printable(path), "\": with its record \"",
+                   core::printable(entry->name, 100),
                    "\" it has more bytes in records than in the file, ", file.size(),
                    ". The file is damaged: write it again by torch.export.save");
     at = entry->next;

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/autocast.h"
 
+#include <ATen/autocast_mode.h>
+
 #include <algorithm>
 #include <map>
 #include <numeric>
 #include <set>
 #include <utility>
 
+#include "graph/devices.h"
 #include "graph/leaf.h"
 #include "graph/visit.h"
 
@@ -15,13 +18,14 @@ namespace {
 
 /// Whether autocast keeps its casts.
 bool shares_casts(const ExecutionMode& mode) {
-  return mode.autocast_cache && (mode.autocast_cpu || mode.autocast_cuda);
+  return mode.autocast_cache && (mode.autocast_cpu || mode.autocast_accelerator);
 }
 
 bool same_autocast(const ExecutionMode& a, const ExecutionMode& b) {
-  return a.autocast_cpu == b.autocast_cpu && a.autocast_cuda == b.autocast_cuda &&
+  return a.autocast_cpu == b.autocast_cpu && a.autocast_accelerator == b.autocast_accelerator &&
          a.autocast_cpu_dtype == b.autocast_cpu_dtype &&
-         a.autocast_cuda_dtype == b.autocast_cuda_dtype && a.autocast_cache == b.autocast_cache;
+         a.autocast_accelerator_dtype == b.autocast_accelerator_dtype &&
+         a.autocast_cache == b.autocast_cache;
 }
 
 /// The operators as the program called them, whatever the order of the graph.
@@ -34,12 +38,19 @@ std::vector<int> program_order(const Graph& graph) {
   return order;
 }
 
-/// Whether autocast has something to say about the operator or one that it is made of.
+bool has_autocast(const Operator& op, at::DeviceType type) {
+  return op.handle.hasKernelForDispatchKey(
+      at::autocast::get_autocast_dispatch_key_from_device_type(type));
+}
+
+/// Whether the autocast under which the operator runs has something to say about it, or about one
+/// that it is made of.
 bool may_cast(const Operator& op) {
-  using Key = c10::DispatchKey;
-  return op.handle.hasKernelForDispatchKey(op.mode.autocast_cpu ? Key::AutocastCPU
-                                                                : Key::AutocastCUDA) ||
-         op.handle.hasKernelForDispatchKey(Key::CompositeImplicitAutograd);
+  const bool is_made_of_others =
+      op.handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  return (op.mode.autocast_cpu && (is_made_of_others || has_autocast(op, at::kCPU))) ||
+         (op.mode.autocast_accelerator &&
+          (is_made_of_others || has_autocast(op, accelerator_type())));
 }
 
 /// Whether the operator leaves alone what autocast has cast. Those of others may cast arguments
@@ -109,8 +120,7 @@ std::vector<std::vector<ValueId>> weights_to_cast(const Graph& graph) {
   std::vector<std::vector<ValueId>> result(graph.operators.size());
   for (size_t i = 0; i < result.size(); ++i) {
     const Operator& op = graph.operators[i];
-    const bool is_cast = op.mode.autocast_cpu || op.mode.autocast_cuda;
-    if (!is_cast || !may_cast(op) || !leaves_casts(op)) continue;
+    if (!may_cast(op) || !leaves_casts(op)) continue;
     std::set<int> seen;  // alias sets of views, of which nothing is cast
     for_each_result(op, [&](ValueId id) { seen.insert(graph.values[id].alias_set); });
     bool takes_long = false;

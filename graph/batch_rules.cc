@@ -156,6 +156,13 @@ bool attends(const BatchedCall& call) {
   return mask.empty() || call.broadcasts(mask[0], place);
 }
 
+/// Ranks of a tensor-parallel group cut and join another dimension than the batch.
+bool exchanges(const BatchedCall& call) {
+  const auto avoids = [&](const char* dim) { return avoids_axis(call, call.tensors()[0], dim); };
+  return only_first_is_batched(call) &&
+         (avoids("dim") || (avoids("split_dim") && avoids("join_dim")));
+}
+
 /// Gradients of an embedding that counts how often a row is used depend on the other samples.
 bool looks_up(const BatchedCall& call) {
   const auto indices = call.tensors("indices");
@@ -372,6 +379,16 @@ const std::map<std::string, Rule>& special_rules() {
       {"roll", [](const BatchedCall& c) { return works_along(c, "dims"); }},
       {"scaled_dot_product_attention", attends},
       {"stack", stacks},
+      {"smp::tp_all_gather", exchanges},
+      {"smp::tp_all_to_all", exchanges},
+      {"smp::tp_copy", only_first_is_batched},
+      {"smp::tp_dropout", is_elementwise},
+      {"smp::tp_embedding", looks_up},
+      {"smp::tp_gather", exchanges},
+      {"smp::tp_gathered_linear", [](const BatchedCall& c) { return leads(c, 1) && exchanges(c); }},
+      {"smp::tp_reduce", only_first_is_batched},
+      {"smp::tp_reduce_scatter", exchanges},
+      {"smp::tp_scatter", exchanges},
       {"unfold", [](const BatchedCall& c) { return works_along(c, "dimension"); }}};
   return rules;
 }
@@ -385,7 +402,7 @@ bool has_sizes(const std::string& base) {
 constexpr char kPrefix[] = "aten::";
 
 std::string without_prefix(const std::string& name) {
-  return name.rfind(kPrefix, 0) == 0 ? name.substr(sizeof(kPrefix) - 1) : "";
+  return name.rfind(kPrefix, 0) == 0 ? name.substr(sizeof(kPrefix) - 1) : name;
 }
 
 bool follows_rule(const BatchedCall& call, const std::string& base, const std::string& full) {

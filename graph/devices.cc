@@ -20,6 +20,11 @@ at::Device with_index(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getDevice();
 }
 
+at::DeviceType accelerator_type() {
+  static const at::DeviceType type = at::getAccelerator().value_or(at::kCUDA);
+  return type;
+}
+
 std::optional<at::Device> accelerator_of(const c10::OperatorHandle& op,
                                          const torch::jit::Stack& stack) {
   const size_t count = op.schema().arguments().size();

@@ -14,6 +14,10 @@ namespace smp::graph {
 /// The device with its index: for "cuda" the current one of this thread.
 at::Device with_index(at::Device device);
 
+/// The kind of accelerator that this process has; CUDA, of which a graph may be that another
+/// process has captured, where it has none.
+at::DeviceType accelerator_type();
+
 /// The device other than the CPU that an operator about to be called works on: that of the first
 /// tensor argument there, or the one that its `device` argument names. Nothing when all is on the
 /// CPU or has shapes only.

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "graph/content.h"
+#include "graph/devices.h"
 #include "graph/leaf.h"
 #include "graph/operator_traits.h"
 #include "graph/partition_scope.h"
@@ -153,10 +154,11 @@ ExecutionMode ExecutionMode::current() {
   const c10::DispatchKeySet excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
   mode.below_autograd = !mode.inference && excluded.has(c10::DispatchKey::AutogradFunctionality);
   mode.below_views = excluded.has(c10::DispatchKey::ADInplaceOrView);
+  const at::DeviceType accelerator = accelerator_type();
   mode.autocast_cpu = at::autocast::is_autocast_enabled(at::kCPU);
-  mode.autocast_cuda = at::autocast::is_autocast_enabled(at::kCUDA);
+  mode.autocast_accelerator = at::autocast::is_autocast_enabled(accelerator);
   mode.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
-  mode.autocast_cuda_dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  mode.autocast_accelerator_dtype = at::autocast::get_autocast_dtype(accelerator);
   mode.autocast_cache = at::autocast::is_autocast_cache_enabled();
   mode.default_dtype = c10::get_default_dtype_as_scalartype();
   mode.partition = current_partition();
@@ -167,10 +169,11 @@ bool ExecutionMode::runs_like(const ExecutionMode& other) const {
   return grad == other.grad && inference == other.inference &&
          below_autograd == other.below_autograd && below_views == other.below_views &&
          default_dtype == other.default_dtype && autocast_cpu == other.autocast_cpu &&
-         autocast_cuda == other.autocast_cuda &&
+         autocast_accelerator == other.autocast_accelerator &&
          (!autocast_cpu || autocast_cpu_dtype == other.autocast_cpu_dtype) &&
-         (!autocast_cuda || autocast_cuda_dtype == other.autocast_cuda_dtype) &&
-         ((!autocast_cpu && !autocast_cuda) || autocast_cache == other.autocast_cache);
+         (!autocast_accelerator ||
+          autocast_accelerator_dtype == other.autocast_accelerator_dtype) &&
+         ((!autocast_cpu && !autocast_accelerator) || autocast_cache == other.autocast_cache);
 }
 
 bool ExecutionMode::operator==(const ExecutionMode& other) const {
@@ -187,10 +190,11 @@ std::string ExecutionMode::to_string() const {
   if (below_autograd) parts.push_back("below_autograd");
   if (below_views) parts.push_back("below_views");
   if (autocast_cpu) parts.push_back(c10::str("autocast_cpu(", short_name(autocast_cpu_dtype), ")"));
-  if (autocast_cuda) {
-    parts.push_back(c10::str("autocast_cuda(", short_name(autocast_cuda_dtype), ")"));
+  if (autocast_accelerator) {
+    parts.push_back(c10::str("autocast_accelerator(", short_name(autocast_accelerator_dtype), ")"));
   }
-  if ((autocast_cpu || autocast_cuda) && !autocast_cache) parts.push_back("no_autocast_cache");
+  if ((autocast_cpu || autocast_accelerator) && !autocast_cache)
+    parts.push_back("no_autocast_cache");
   if (default_dtype != at::kFloat) {
     parts.push_back(c10::str("default_dtype ", short_name(default_dtype)));
   }

@@ -74,10 +74,11 @@ struct ExecutionMode {
   /// (`at::AutoDispatchBelowAutograd`, `at::AutoDispatchBelowADInplaceOrView`).
   bool below_autograd = false;
   bool below_views = false;
+  /// Autocast of the CPU's tensors, and of the accelerator's (`accelerator_type`).
   bool autocast_cpu = false;
-  bool autocast_cuda = false;
+  bool autocast_accelerator = false;
   at::ScalarType autocast_cpu_dtype = at::kBFloat16;
-  at::ScalarType autocast_cuda_dtype = at::kHalf;
+  at::ScalarType autocast_accelerator_dtype = at::kHalf;
   at::ScalarType default_dtype = at::kFloat;
   /// Autocast casts a parameter once for all its uses in a scope; else once for each.
   bool autocast_cache = true;

@@ -210,6 +210,20 @@ Tensor bucketize(const Tensor& self, const Tensor&, bool out_int32, bool) {
   return at::empty(self.sizes(), self.options().dtype(out_int32 ? at::kInt : at::kLong));
 }
 
+/// There are as many segments as lengths, or one less than offsets. libtorch checks that they add
+/// up, which zeros do not.
+Tensor segment_reduce(const Tensor& data, std::string_view, const std::optional<Tensor>& lengths,
+                      const std::optional<Tensor>&, const std::optional<Tensor>& offsets,
+                      int64_t axis, bool, const std::optional<at::Scalar>&) {
+  const bool has_lengths = lengths && lengths->defined();
+  TORCH_CHECK(has_lengths || (offsets && offsets->defined()),
+              "segment_reduce(): expected lengths or offsets");
+  axis = at::maybe_wrap_dim(axis, data.dim());
+  std::vector<int64_t> sizes = data.sizes().vec();
+  sizes[axis] = has_lengths ? lengths->size(axis) : offsets->size(axis) - 1;
+  return at::empty(sizes, data.options());
+}
+
 // ---------------------------------------------------------------------------------------------
 // Layers
 
@@ -361,6 +375,7 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("take", &take);
   m.impl("searchsorted.Tensor", &searchsorted);
   m.impl("bucketize.Tensor", &bucketize);
+  m.impl("segment_reduce", &segment_reduce);
 
   m.impl("convolution_overrideable", &convolution);
   m.impl("native_batch_norm", &batch_norm);

@@ -4,14 +4,17 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
+#include "graph/devices.h"
+
 namespace smp::graph {
 namespace {
 
 void set_autocast(const ExecutionMode& mode) {
+  const at::DeviceType accelerator = accelerator_type();
   at::autocast::set_autocast_enabled(at::kCPU, mode.autocast_cpu);
-  at::autocast::set_autocast_enabled(at::kCUDA, mode.autocast_cuda);
+  at::autocast::set_autocast_enabled(accelerator, mode.autocast_accelerator);
   at::autocast::set_autocast_dtype(at::kCPU, mode.autocast_cpu_dtype);
-  at::autocast::set_autocast_dtype(at::kCUDA, mode.autocast_cuda_dtype);
+  at::autocast::set_autocast_dtype(accelerator, mode.autocast_accelerator_dtype);
   at::autocast::set_autocast_cache_enabled(mode.autocast_cache);
 }
 

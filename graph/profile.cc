@@ -153,12 +153,14 @@ class Profiler {
   /// Calls `check(i, environment)` after the forward of operator i.
   template <class Check>
   void run(Environment environment, const Check& check) {
+    if (memory_) segment_.casts().begin_step();  // no history keeps them alone
     for (size_t i = 0; i < graph_.operators.size(); ++i) {
       run_operator(i, environment, check);
       for (ValueId id : tensor_arguments(graph_.operators[i])) {
         if (last_use_[id] == i) environment[id] = at::Tensor();
       }
     }
+    segment_.casts().end_step();
   }
 
   /// The least times of all runs; bytes are counted at the operator that makes a storage.
@@ -214,11 +216,12 @@ class Profiler {
     const Operator& op = graph_.operators[i];
     enter_arguments(i, environment);
     const SavedStorages before(op, environment);
-    const int64_t allocated = allocated_now();
+    const int64_t allocated = allocated_now() - segment_.casts().bytes();
     clock_.start();
     segment_.run_one(i, environment, key_);
     times_[i].forward_us = std::min(times_[i].forward_us, clock_.stop());
-    hidden_bytes_[i] = allocated_now() - allocated - bytes_of_results(op, environment);
+    hidden_bytes_[i] =
+        allocated_now() - segment_.casts().bytes() - allocated - bytes_of_results(op, environment);
     check(i, environment);
     if (is_differentiated_[i]) return go_on_with(i);
     std::vector<torch::autograd::Edge> starts;

@@ -454,7 +454,7 @@ void Segment::apply(const std::vector<ConstantOverride>& changes) {
 
 at::Tensor aligned(const at::Tensor& tensor) {
   constexpr uintptr_t kAlignment = 64;
-  if (tensor.numel() == 0 || !tensor.is_cpu()) return tensor;
+  if (tensor.numel() == 0) return tensor;
   const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
   if (address % kAlignment == 0) return tensor;
   return copy_to(tensor.device(), tensor);

@@ -130,11 +130,11 @@ Json mode_to_json(const ExecutionMode& mode) {
   note("below_autograd", mode.below_autograd, usual.below_autograd);
   note("below_views", mode.below_views, usual.below_views);
   note("autocast_cpu", mode.autocast_cpu, usual.autocast_cpu);
-  note("autocast_cuda", mode.autocast_cuda, usual.autocast_cuda);
+  note("autocast_accelerator", mode.autocast_accelerator, usual.autocast_accelerator);
   note("autocast_cpu_dtype", std::string(c10::toString(mode.autocast_cpu_dtype)),
        c10::toString(usual.autocast_cpu_dtype));
-  note("autocast_cuda_dtype", std::string(c10::toString(mode.autocast_cuda_dtype)),
-       c10::toString(usual.autocast_cuda_dtype));
+  note("autocast_accelerator_dtype", std::string(c10::toString(mode.autocast_accelerator_dtype)),
+       c10::toString(usual.autocast_accelerator_dtype));
   note("autocast_cache", mode.autocast_cache, usual.autocast_cache);
   note("default_dtype", std::string(c10::toString(mode.default_dtype)),
        c10::toString(usual.default_dtype));
@@ -428,9 +428,9 @@ class GraphReader {
     read_flag("below_autograd", mode.below_autograd);
     read_flag("below_views", mode.below_views);
     read_flag("autocast_cpu", mode.autocast_cpu);
-    read_flag("autocast_cuda", mode.autocast_cuda);
+    read_flag("autocast_accelerator", mode.autocast_accelerator);
     read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
-    read_dtype("autocast_cuda_dtype", mode.autocast_cuda_dtype);
+    read_dtype("autocast_accelerator_dtype", mode.autocast_accelerator_dtype);
     read_flag("autocast_cache", mode.autocast_cache);
     read_dtype("default_dtype", mode.default_dtype);
     const auto read_count = [&](const char* name, int& count) {

@@ -4,6 +4,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -185,6 +186,41 @@ void SplitBackward::run_weights() {
   run_backward(starts_, gradients_);
   starts_.clear();
   gradients_.clear();
+}
+
+/// The operators that record the functions of `is_divisible`.
+const std::vector<size_t>* saved_arguments_if_divisible(const Operator& op) {
+  static const std::map<std::string, std::vector<size_t>> saved = {
+      {"aten::add", {}},
+      {"aten::addmm", {1, 2}},
+      {"aten::baddbmm", {1, 2}},
+      {"aten::bmm", {0, 1}},
+      {"aten::cat", {}},
+      {"aten::conv1d", {0, 1}},
+      {"aten::conv2d", {0, 1}},
+      {"aten::conv3d", {0, 1}},
+      {"aten::conv_transpose1d", {0, 1}},
+      {"aten::conv_transpose2d", {0, 1}},
+      {"aten::conv_transpose3d", {0, 1}},
+      {"aten::convolution", {0, 1}},
+      {"aten::div", {0, 1}},
+      {"aten::einsum", {1}},
+      {"aten::layer_norm", {0, 2}},
+      {"aten::linear", {0, 1}},
+      {"aten::matmul", {0, 1}},
+      {"aten::mm", {0, 1}},
+      {"aten::mul", {0, 1}},
+      {"aten::mv", {0, 1}},
+      {"aten::native_layer_norm", {0, 2}},
+      {"aten::rms_norm", {0, 2}},  // a product with something as large as its input
+      {"aten::stack", {}},
+      {"aten::sub", {}},
+      {"aten::where", {0}},
+      {"smp::tp_gathered_linear", {0, 1}}};
+  std::string name = op.handle.schema().name();
+  if (name.back() == '_') name.pop_back();  // in place
+  const auto found = saved.find(name);
+  return found == saved.end() ? nullptr : &found->second;
 }
 
 int64_t SplitBackward::kept_bytes() const {

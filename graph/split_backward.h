@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstddef>
 #include <memory>
 #include <vector>
 
 #include "graph/autograd_entry.h"
+#include "graph/graph.h"
 
 namespace smp::graph {
 
@@ -42,5 +44,9 @@ class SplitBackward {
   std::vector<torch::autograd::Edge> starts_;  // starts of the second part
   std::vector<at::Tensor> gradients_;
 };
+
+/// The positions of the arguments that an operator saves for its gradients, if `SplitBackward` can
+/// divide it; null if it cannot.
+const std::vector<size_t>* saved_arguments_if_divisible(const Operator& op);
 
 }  // namespace smp::graph

@@ -105,6 +105,14 @@ at::Tensor WeightCasts::of(const at::Tensor& weight, int memory, at::ScalarType 
   return is_same ? cast.tensor : at::Tensor();
 }
 
+int64_t WeightCasts::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [key, cast] : casts_) {
+    if (cast.tensor.defined()) bytes += static_cast<int64_t>(cast.tensor.nbytes());
+  }
+  return bytes;
+}
+
 void WeightCasts::begin_step() {
   if (use_ == Use::kReserves || use_ == Use::kKept) {
     use_ = Use::kKept;

@@ -52,6 +52,8 @@ class WeightCasts {
   };
 
   bool are_shared() const { return use_ != Use::kNothing; }
+  /// Those of the step.
+  int64_t bytes() const;
 
   /// From now on casts are shared.
   void begin_step();

@@ -282,7 +282,7 @@ void Stage::begin_backward(InFlight& state) const {
 void Stage::fuse(int microbatch, InFlight& state, GradientSums* sums, bool defer) const {
   const graph::ExecutionMode& mode = program_.graph.roots.front().mode;
   // The buffers' products would not be cast as libtorch's own are.
-  if (sums == nullptr || !sums->fuses() || mode.autocast_cpu || mode.autocast_cuda) return;
+  if (sums == nullptr || !sums->fuses() || mode.autocast_cpu || mode.autocast_accelerator) return;
   std::vector<graph::WeightBuffer> weights;
   for (size_t i = 0; i < held_.size(); ++i) {
     const StageProgram::Parameter& parameter = program_.parameters[i];

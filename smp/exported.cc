@@ -26,7 +26,7 @@ void check_path(const std::string& file, const std::string& path) {
   const bool fits = !path.empty() && path.front() != '.' && path.back() != '.' &&
                     path.find("..") == std::string::npos &&
                     std::count(path.begin(), path.end(), '.') < kMaxDepth;
-  SMP_CHECK_WITH(CheckpointError, fits, "exported program \"", file, "\": \"",
+  SMP_CHECK_WITH(CheckpointError, fits, "exported program \"", core::printable(file), "\": \"",
                  core::printable(path, 100), "\" is no dotted path of at most ", kMaxDepth,
                  " names. The file is damaged: write it again by torch.export.save");
 }
@@ -123,8 +123,8 @@ c10::IValue ExportedModuleImpl::call(const std::vector<c10::IValue>& arguments,
 void ExportedModuleImpl::train(bool on) {
   const char* mode = on ? "train" : "eval";
   SMP_CHECK_WITH(UsageError, impl_->of(on) != nullptr, "exported program \"",
-                 impl_->first().program().file, "\" was loaded without one for ", mode,
-                 "(), and a program has one mode. Export the model after model.", mode,
+                 core::printable(impl_->first().program().file), "\" was loaded without one for ",
+                 mode, "(), and a program has one mode. Export the model after model.", mode,
                  "(), too, and load both: smp::load_exported(smp::ExportedPrograms()"
                  ".train(\"train.pt2\").eval(\"eval.pt2\"))");
   torch::nn::Module::train(on);

@@ -143,7 +143,7 @@ Result attention(const Call& call) {
   if (form.alibi_bias_max > 0 && !has_heads) return std::nullopt;
   // Autocast would compute in lower precision whatever it is given.
   const graph::ExecutionMode& mode = call.op().mode;
-  if (form.in_fp32 && (mode.autocast_cpu || mode.autocast_cuda)) return std::nullopt;
+  if (form.in_fp32 && (mode.autocast_cpu || mode.autocast_accelerator)) return std::nullopt;
   Treatment treatment = call.all_shared();
   for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
     const int dim = place + call.dim(i);
@@ -152,7 +152,7 @@ Result attention(const Call& call) {
       continue;
     }
     if (!can_divide(call.meta(i).sizes, dim, layout.blocks, call.ranks())) return std::nullopt;
-    treatment.arguments[i] = Layout::divided(dim, layout.blocks);
+    treatment.arguments[i] = layout.along(dim);
     if (call.layout(i) == treatment.arguments[i] || call.is_free_of_gradient(i)) continue;
     treatment.wishes.push_back({i, treatment.arguments[i]});
   }

@@ -92,7 +92,7 @@ TEST_F(JsonReaderTest, DocumentsSayWhichErrorTheyHave) {
                         });
   EXPECT_EQ(error_of<CheckpointError>([&] { root.at("z"); }),
             "[smp] f.json at its beginning: expected an object with \"z\", got an object");
-  EXPECT_EQ(error_of<CheckpointError>([&] { root.at("a").elements()[1].at("c").integer(); }),
+  EXPECT_EQ(error_of<CheckpointError>([&] { root.at("a").at(1).at("c").integer(); }),
             "[smp] f.json at \"a[1].c\": expected an integer, got \"x\"");
 }
 

@@ -155,6 +155,13 @@ void add_movements(Cases& cases) {
             One([](const Tensors& in) { return at::searchsorted(in[0], in[1]); }));
   cases.add("bucketize", {at::rand({2, 3}), at::arange(5.0)},
             One([](const Tensors& in) { return at::bucketize(in[0], in[1], true); }));
+  cases.add("segment_reduce by lengths",
+            {at::rand({2, 5, 3}), at::tensor({2, 3, 0, 5}).view({2, 2})},
+            One([](const Tensors& in) {
+              return at::segment_reduce(in[0], "max", in[1], {}, {}, /*axis=*/1);
+            }));
+  cases.add("segment_reduce by offsets", {at::rand({5, 3}), at::tensor({0, 2, 2, 5})},
+            One([](const Tensors& in) { return at::segment_reduce(in[0], "sum", {}, {}, in[1]); }));
   cases.add("prelu", {at::rand({2, 4, 3}), at::rand({4})},
             One([](const Tensors& in) { return at::prelu(in[0], in[1]); }));
   cases.add("prelu channels last", {channels_last(at::rand({2, 4, 3, 3})), at::rand({4})},

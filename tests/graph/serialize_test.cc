@@ -175,9 +175,9 @@ TEST(Serialize, ModesListsAndUndefinedTensors) {
   mode.below_views = true;
   mode.default_dtype = at::kDouble;
   mode.autocast_cpu = true;
-  mode.autocast_cuda = true;
+  mode.autocast_accelerator = true;
   mode.autocast_cpu_dtype = at::kHalf;
-  mode.autocast_cuda_dtype = at::kBFloat16;
+  mode.autocast_accelerator_dtype = at::kBFloat16;
   mode.autocast_cache = false;
   mode.after_backward = true;
   mode.partition = 3;

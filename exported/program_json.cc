@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exported/json_place.h"
+#include "exported/program_json.h"
 
 #include <limits>
 
