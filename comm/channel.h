@@ -51,7 +51,8 @@ class Sender {
 
   /// The memory to write the next message into: its bytes of uint8, which start at a multiple of 64
   /// bytes, with undefined content. Called again before send() it gives the same memory. Waits
-  /// until there is room on the channel; throws as `Work::wait` does.
+  /// until there is room on the channel: when it returns, fewer than `held + ahead` messages are
+  /// sent that the receiver has not begun to receive. Throws as `Work::wait` does.
   virtual const at::Tensor& prepare() = 0;
 
   /// Where the bytes of the message behind `host_bytes` go, when they travel from device to device:

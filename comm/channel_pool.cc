@@ -7,6 +7,8 @@
 #include <numeric>
 #include <tuple>
 
+#include "comm/host_parts.h"
+
 namespace smp::comm {
 namespace {
 
@@ -81,10 +83,10 @@ std::vector<ChannelPool::Lane*> ChannelPool::take(LanesByTag& lanes,
 // The old channel goes before the new one comes, for its memory.
 void ChannelPool::widen(Lane& lane, const ChannelSpec& spec) {
   ChannelSpec wide = spec;
-  wide.bytes = std::max(spec.bytes, lane.spec.bytes);
   wide.held = std::max(spec.held, lane.spec.held);
   wide.ahead = std::max(spec.ahead, lane.spec.ahead);
   wide.host_bytes = std::max(spec.host_bytes, lane.spec.host_bytes);
+  wide.bytes = wide.host_bytes + std::max(element_bytes(spec), element_bytes(lane.spec));
   if (width_of(wide) != width_of(lane.spec)) {
     lane = Lane{wide, nullptr, nullptr};
   }

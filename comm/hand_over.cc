@@ -1,100 +1,56 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/hand_over.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <optional>
 #include <utility>
 
+#include "comm/device_streams.h"
+#include "comm/split_channel.h"
 #include "core/check.h"
 #include "core/kept_tensors.h"
 
 namespace smp::comm {
 namespace {
 
-c10::impl::VirtualGuardImpl guard_of(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type());
-}
-
-c10::Stream current_stream(at::Device device) { return guard_of(device).getStream(device); }
-
-at::Tensor make_elements(int64_t bytes, at::Device device) {
-  return at::empty({bytes}, at::TensorOptions(at::kByte).device(device));
-}
-
-class HandingSender final : public Sender {
+class HandingSender final : public SplitSender {
  public:
   HandingSender(std::unique_ptr<Sender> host, std::shared_ptr<HandOverQueue> queue,
                 const ChannelSpec& spec)
-      : host_(std::move(host)),
-        queue_(std::move(queue)),
-        device_(spec.device),
-        bytes_(spec.bytes - spec.host_bytes) {}
-
-  void set_size(const MessageSize& size) override {
-    host_->set_size({size.host_bytes});
-    bytes_ = size.bytes - size.host_bytes;
-  }
-
-  const at::Tensor& prepare() override {
-    const at::Tensor& message = host_->prepare();
-    if (!next_.defined()) {
-      next_ = make_elements(bytes_, device_);
-    }
-    return message;
-  }
-
-  at::Tensor device_part() override { return next_; }
-
-  void send() override {
-    const c10::Stream stream = current_stream(device_);
-    c10::Event made(device_.type());
-    made.record(stream);
-    queue_->put({std::exchange(next_, at::Tensor()), stream, std::move(made)});
-    host_->send();
-  }
-
-  void flush() override { host_->flush(); }
+      : SplitSender(std::move(host), spec), queue_(std::move(queue)) {}
 
  private:
-  const std::unique_ptr<Sender> host_;
+  at::Tensor take_elements(int64_t bytes) override { return make_elements(bytes, device()); }
+
+  void send_elements(at::Tensor elements) override {
+    const c10::Stream stream = current_stream(device());
+    c10::Event made(device().type());
+    made.record(stream);
+    queue_->put({std::move(elements), stream, std::move(made)});
+  }
+
   const std::shared_ptr<HandOverQueue> queue_;
-  const at::Device device_;
-  int64_t bytes_;
-  at::Tensor next_;
 };
 
-class HandingReceiver final : public Receiver {
+class HandingReceiver final : public SplitReceiver {
  public:
   HandingReceiver(std::unique_ptr<Receiver> host, std::shared_ptr<HandOverQueue> queue,
                   const ChannelSpec& spec)
-      : host_(std::move(host)), queue_(std::move(queue)), device_(spec.device) {}
-
-  void set_size(const MessageSize& size) override { host_->set_size({size.host_bytes}); }
-  void expect(int messages) override { host_->expect(messages); }
-  bool has_arrived() override { return host_->has_arrived(); }
-
-  at::Tensor receive() override {
-    at::Tensor message = host_->receive();
-    received_ = in_current_memory(queue_->take());
-    return message;
-  }
-
-  at::Tensor device_part() override { return std::exchange(received_, at::Tensor()); }
+      : SplitReceiver(std::move(host), spec), queue_(std::move(queue)) {}
 
  private:
   // Memory of another stream would be given to that stream's next work when the tensors here are
   // gone, and not when this stream has done what it does with them.
-  at::Tensor in_current_memory(HandedOver given) {
+  at::Tensor receive_elements(int64_t bytes) override {
+    HandedOver given = queue_->take();
     kept_.forget_done();
-    const c10::Stream current = current_stream(device_);
+    const c10::Stream current = current_stream(device());
     if (given.stream == current) {
       return given.elements;
     }
     const c10::Stream mover = mover_of(given.elements.device(), current);
-    const at::Tensor copy = make_elements(given.elements.numel(), device_);
+    const at::Tensor copy = make_elements(bytes, device());
     try {
       const c10::StreamGuard guard(mover);
       given.made.block(mover);
@@ -111,21 +67,18 @@ class HandingReceiver final : public Receiver {
   // waits and the other way round: a stream of its own, or the sender would wait for computations
   // here.
   c10::Stream mover_of(at::Device source, const c10::Stream& current) {
-    if (source == device_) {
+    if (source == device()) {
       return current;
     }
     if (!side_) {
-      side_ = guard_of(source).getStreamFromGlobalPool(source);
+      side_ = side_stream(source);
     }
     return *side_;
   }
 
-  const std::unique_ptr<Receiver> host_;
   const std::shared_ptr<HandOverQueue> queue_;
-  const at::Device device_;
   std::optional<c10::Stream> side_;  // stream of the sender's device, where that is another
   core::KeptTensors kept_;           // the sender's, while they are being copied
-  at::Tensor received_;
 };
 
 }  // namespace
@@ -143,7 +96,7 @@ HandedOver HandOverQueue::take() {
   return given;
 }
 
-std::shared_ptr<HandOverQueue> HandOvers::open(const Channel& channel, bool sends) {
+std::shared_ptr<HandOverQueue> HandOverQueues::open(const Channel& channel, bool sends) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto others = half_open_.find({channel, !sends});
   if (others == half_open_.end()) {

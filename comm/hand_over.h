@@ -14,10 +14,9 @@
 
 #include "comm/channel.h"
 
-/// Channels between ranks that are threads of one process and so see each other's device memory.
-/// The first bytes of a message (`ChannelSpec::host_bytes`) go over a channel of the host; the
+/// Channels between ranks that are threads of one process and so see each other's device memory:
 /// elements are handed over where the sender has put them, with an event behind which they are
-/// there. The host waits for the first bytes and never for a device.
+/// there (comm/split_channel.h).
 namespace smp::comm {
 
 /// The elements of a message, in memory of the stream that makes them.
@@ -40,8 +39,8 @@ class HandOverQueue {
   std::deque<HandedOver> given_;
 };
 
-/// The channels of the rank threads of one process. Used by all of them.
-class HandOvers {
+/// The queues between the rank threads of one process. Used by all of them.
+class HandOverQueues {
  public:
   /// The group's number, the world's ranks of sender and receiver, the tag.
   using Channel = std::tuple<int, int, int, int>;

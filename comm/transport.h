@@ -15,7 +15,7 @@
 
 namespace smp::comm {
 
-class HandOvers;
+class HandOverQueues;
 class Operation;
 class Transport;
 
@@ -96,7 +96,7 @@ class Transport {
 
   /// Where two ranks of the world, of which the first is this one, hand each other tensors of
   /// devices: threads of one process. Null for others.
-  virtual HandOvers* hand_overs(int /*this_rank*/, int /*other*/) { return nullptr; }
+  virtual HandOverQueues* queues_between(int /*this_rank*/, int /*other*/) { return nullptr; }
 
   bool aborted() const { return aborted_.load(std::memory_order_acquire); }
 

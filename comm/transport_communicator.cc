@@ -148,16 +148,16 @@ Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& ou
   const int me = group_->world_rank;
   for (size_t i = 0; i < outgoing.size(); ++i) {
     const ChannelSpec& spec = outgoing[i];
-    if (HandOvers* const shared = hand_overs(spec)) {
-      auto queue = shared->open({group_->context, me, in_world(spec), spec.tag}, /*sends=*/true);
+    if (HandOverQueues* const queues = queues_of(spec)) {
+      auto queue = queues->open({group_->context, me, in_world(spec), spec.tag}, /*sends=*/true);
       auto& sender = channels.senders[i];
       sender = make_handing_sender(std::move(sender), std::move(queue), spec);
     }
   }
   for (size_t i = 0; i < incoming.size(); ++i) {
     const ChannelSpec& spec = incoming[i];
-    if (HandOvers* const shared = hand_overs(spec)) {
-      auto queue = shared->open({group_->context, in_world(spec), me, spec.tag}, /*sends=*/false);
+    if (HandOverQueues* const queues = queues_of(spec)) {
+      auto queue = queues->open({group_->context, in_world(spec), me, spec.tag}, /*sends=*/false);
       auto& receiver = channels.receivers[i];
       receiver = make_handing_receiver(std::move(receiver), std::move(queue), spec);
     }
@@ -169,28 +169,39 @@ int TransportCommunicator::in_world(const ChannelSpec& spec) const {
   return group_->world_ranks[spec.peer];
 }
 
-HandOvers* TransportCommunicator::hand_overs(const ChannelSpec& spec) const {
-  return moves_on_device(spec) ? transport_->hand_overs(group_->world_rank, in_world(spec))
+HandOverQueues* TransportCommunicator::queues_of(const ChannelSpec& spec) const {
+  return moves_on_device(spec) ? transport_->queues_between(group_->world_rank, in_world(spec))
                                : nullptr;
 }
 
 std::vector<ChannelSpec> TransportCommunicator::of_host(std::vector<ChannelSpec> specs) const {
   for (ChannelSpec& spec : specs) {
-    spec = hand_overs(spec) == nullptr ? spec : host_part(spec);
+    spec = queues_of(spec) == nullptr ? spec : host_part(spec);
   }
   return specs;
 }
 
-bool TransportCommunicator::hands_over() const {
-  const std::vector<int>& ranks = group_->world_ranks;
-  return size() > 1 && std::all_of(ranks.begin(), ranks.end(), [this](int other) {
-           return transport_->hand_overs(group_->world_rank, other) != nullptr;
-         });
+bool is_one_process(const Communicator& group) {
+  const auto* of_transport = dynamic_cast<const TransportCommunicator*>(&group);
+  if (of_transport == nullptr || group.size() == 1) {
+    return false;
+  }
+  const std::vector<int>& ranks = of_transport->group_->world_ranks;
+  return std::all_of(ranks.begin(), ranks.end(), [&](int other) {
+    return of_transport->transport_->queues_between(of_transport->group_->world_rank, other) !=
+           nullptr;
+  });
 }
 
-bool hands_over(const Communicator& group) {
+bool is_one_host(const Communicator& group) {
   const auto* of_transport = dynamic_cast<const TransportCommunicator*>(&group);
-  return of_transport != nullptr && of_transport->hands_over();
+  if (of_transport == nullptr) {
+    return false;
+  }
+  const std::vector<int>& ranks = of_transport->group_->world_ranks;
+  return std::all_of(ranks.begin(), ranks.end(), [&](int other) {
+    return of_transport->transport_->shares_memory(of_transport->group_->world_rank, other);
+  });
 }
 
 CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,

@@ -44,11 +44,11 @@ class TransportCommunicator final : public Communicator {
   void check_collectives(bool on) override { group_->check_collectives = on; }
 
  private:
-  friend bool hands_over(const Communicator& group);
+  friend bool is_one_process(const Communicator& group);
+  friend bool is_one_host(const Communicator& group);
 
-  bool hands_over() const;
   int in_world(const ChannelSpec& spec) const;
-  HandOvers* hand_overs(const ChannelSpec& spec) const;
+  HandOverQueues* queues_of(const ChannelSpec& spec) const;
   std::vector<ChannelSpec> of_host(std::vector<ChannelSpec> specs) const;
   void check_tag(const char* verb, Tag tag) const;
   void check_channel(const char* argument, const ChannelSpec& spec) const;
@@ -63,8 +63,11 @@ class TransportCommunicator final : public Communicator {
   const std::shared_ptr<CollectiveQueue> queue_;
 };
 
-/// Whether all channels of a group of several ranks hand tensors of devices over inside the process
-/// (comm/hand_over.h).
-bool hands_over(const Communicator& group);
+/// Whether the ranks of a group of several are threads of one process, so that its channels hand
+/// tensors of devices over (comm/hand_over.h).
+bool is_one_process(const Communicator& group);
+
+/// Whether the ranks of a group can map the same memory.
+bool is_one_host(const Communicator& group);
 
 }  // namespace smp::comm

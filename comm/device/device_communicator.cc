@@ -7,6 +7,7 @@
 #include <set>
 #include <utility>
 
+#include "comm/device/ipc_channels.h"
 #include "comm/device/staged_communicator.h"
 #include "comm/device/staging.h"
 #include "comm/nccl/group_communicator.h"
@@ -14,6 +15,7 @@
 #include "comm/reduce.h"
 #include "comm/transport_communicator.h"
 #include "core/check.h"
+#include "core/env.h"
 
 namespace smp::comm {
 
@@ -111,18 +113,52 @@ bool DeviceCommunicator::is_on_device(const Collective& call) const {
 
 namespace {
 
-/// `all_have`: each rank has a GPU that NCCL knows. `usable`: and of its own.
-std::string route_text(const Communicator& host, at::Device device, bool all_have, bool usable) {
+/// How ranks could send tensors from device to device, the same on all of them.
+struct Ways {
+  bool all_have_gpus;   ///< each rank has a GPU that NCCL knows
+  bool nccl;            ///< and of its own
+  DeviceIpc* ipc;       ///< null where not
+  std::string problem;  ///< why not, where it might have been
+};
+
+/// Whether the user of any rank wants no memory shared. Collective.
+bool is_ipc_off(Communicator& host) {
+  const auto values = all_gather_bytes(host, core::env("SMP_DEVICE_IPC").value_or(""));
+  return std::find(values.begin(), values.end(), "0") != values.end();
+}
+
+std::string why_not_ipc(Communicator& host, DeviceIpc& ipc, at::Device device) {
+  if (!is_one_host(host)) return "the ranks of the group are on several hosts";
+  return is_ipc_off(host) ? "SMP_DEVICE_IPC=0" : ipc_problem(host, ipc, device);
+}
+
+/// Processes that NCCL does not connect share memory of devices.
+void find_ipc(Communicator& host, at::Device device, Ways& ways) {
+  DeviceIpc* const ipc = device_ipc(device.type());
+  if (ipc == nullptr || ways.nccl || is_one_process(host)) return;
+  ways.problem = why_not_ipc(host, *ipc, device);
+  ways.ipc = ways.problem.empty() ? ipc : nullptr;
+}
+
+std::string why_not_nccl(at::Device device, const Ways& ways) {
+  if (ways.all_have_gpus) return "ranks share a GPU";
+  if (!device.is_cuda()) return "NCCL knows GPUs only";
+  if (!has_nccl()) return "this build has no NCCL (docs/cuda.md)";
+  return "not every rank has its model on a GPU";
+}
+
+std::string route_text(const Communicator& host, at::Device device, const Ways& ways) {
   std::string text;
-  if (hands_over(host)) {
+  if (is_one_process(host)) {
     text = "from stage to stage on the device, since the ranks are threads of one process, else ";
+  } else if (ways.ipc != nullptr) {
+    text = "from stage to stage through memory of the device that the processes share (IPC), else ";
   }
-  if (usable) return text + "over NCCL, from GPU to GPU: each rank has one of its own";
-  text += "through host memory: ";
-  if (all_have) return text + "ranks share a GPU";
-  if (!device.is_cuda()) return text + "NCCL knows GPUs only";
-  if (!has_nccl()) return text + "this build has no NCCL (docs/cuda.md)";
-  return text + "not every rank has its model on a GPU";
+  if (ways.nccl) return text + "over NCCL, from GPU to GPU: each rank has one of its own";
+  text += "through host memory: " + why_not_nccl(device, ways);
+  return ways.problem.empty()
+             ? text
+             : text + "; memory of the device cannot be shared (IPC): " + ways.problem;
 }
 
 }  // namespace
@@ -135,21 +171,23 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
   const std::vector<std::string> gpus = all_gather_bytes(*host, nccl_gpu(device));
   const std::set<std::string> different(gpus.begin(), gpus.end());
   const auto without = std::find(gpus.begin(), gpus.end(), "") - gpus.begin();
-  const bool all_have = without == host->size();
-  const bool usable = all_have && different.size() == gpus.size();
-  SMP_CHECK_WITH(ConfigError, usable || !only_nccl || gpus.size() == 1,
+  Ways ways{};
+  ways.all_have_gpus = without == host->size();
+  ways.nccl = ways.all_have_gpus && different.size() == gpus.size();
+  SMP_CHECK_WITH(ConfigError, ways.nccl || !only_nccl || gpus.size() == 1,
                  "config key \"ddp_dist_backend\": \"nccl\" needs a GPU of its own on each rank, "
                  "and of group '",
                  host->name(), "' ",
-                 all_have ? std::string("several ranks share one")
-                          : c10::str("rank ", without, " has its model on none"),
+                 ways.all_have_gpus ? std::string("several ranks share one")
+                                    : c10::str("rank ", without, " has its model on none"),
                  ". Give each rank a GPU, smp::set_device(smp::local_rank()), or use \"auto\"");
-  const CommunicatorPtr made = usable && gpus.size() > 1
-                                   ? make_group_communicator(host, device, nccl_groups(host))
-                                   : make_staged_communicator(host, device);
-  if (gpus.size() > 1) {
-    dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(*host, device, all_have, usable);
+  if (gpus.size() == 1) {
+    return make_staged_communicator(host, device, nullptr);
   }
+  find_ipc(*host, device, ways);
+  const CommunicatorPtr made = ways.nccl ? make_group_communicator(host, device, nccl_groups(host))
+                                         : make_staged_communicator(host, device, ways.ipc);
+  dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(*host, device, ways);
   return made;
 }
 

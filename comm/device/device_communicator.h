@@ -79,8 +79,9 @@ class DeviceCommunicator : public Communicator {
 /// kind: `host` itself for the CPU. Between GPUs it goes over NCCL, if this is a CUDA build and no
 /// two ranks of the group share a GPU; otherwise, and for other devices, through host memory, or it
 /// throws a `ConfigError` on all ranks, if the host's `device_transport()` says so. Where the ranks
-/// are threads of one process, channels hand tensors over on the device in any case. Collective
-/// over `host`.
+/// are threads of one process, channels hand tensors over on the device in any case; where they are
+/// processes that NCCL does not connect, through memory of the device that they share, if they can.
+/// Collective over `host`.
 CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
 
 /// Which way tensors of its device take in a group that `make_device_communicator` has made, and

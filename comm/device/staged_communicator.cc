@@ -4,14 +4,15 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "comm/device/device_communicator.h"
+#include "comm/device/ipc_channels.h"
 #include "comm/device/staging.h"
+#include "comm/device_streams.h"
 
 namespace smp::comm {
 namespace {
@@ -30,13 +31,16 @@ Collective staged_call(const Collective& call, int rank) {
   return staged;
 }
 
-c10::Stream current_stream(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 class StagedCommunicator final : public DeviceCommunicator {
  public:
-  using DeviceCommunicator::DeviceCommunicator;
+  StagedCommunicator(CommunicatorPtr host, at::Device device, DeviceIpc* ipc)
+      : DeviceCommunicator(std::move(host), device), ipc_(ipc) {}
+
+  Channels open_channels(const std::vector<ChannelSpec>& outgoing,
+                         const std::vector<ChannelSpec>& incoming) override {
+    return ipc_ == nullptr ? DeviceCommunicator::open_channels(outgoing, incoming)
+                           : open_ipc_channels(host(), *ipc_, outgoing, incoming);
+  }
 
  protected:
   WorkPtr start_on_device(const Collective& call) override {
@@ -51,7 +55,7 @@ class StagedCommunicator final : public DeviceCommunicator {
     const auto ready = std::make_shared<c10::Event>(device().type());
     ready->record(current_stream(device()));
     return host()->start(at::kCPU,
-                         [task, ready, side = side_stream(), rank = rank()](TaskCollectives& host) {
+                         [task, ready, side = side(), rank = rank()](TaskCollectives& host) {
                            const at::NoGradGuard no_grad;
                            const c10::StreamGuard guard(side);
                            ready->block(side);
@@ -82,20 +86,21 @@ class StagedCommunicator final : public DeviceCommunicator {
     }
   }
 
-  c10::Stream side_stream() {
+  c10::Stream side() {
     if (!side_) {
-      side_ = c10::impl::VirtualGuardImpl(device().type()).getStreamFromGlobalPool(device());
+      side_ = side_stream(device());
     }
     return *side_;
   }
 
+  DeviceIpc* const ipc_;             // null: channels go another way
   std::optional<c10::Stream> side_;  // from the first task on
 };
 
 }  // namespace
 
-CommunicatorPtr make_staged_communicator(CommunicatorPtr host, at::Device device) {
-  return std::make_shared<StagedCommunicator>(std::move(host), device);
+CommunicatorPtr make_staged_communicator(CommunicatorPtr host, at::Device device, DeviceIpc* ipc) {
+  return std::make_shared<StagedCommunicator>(std::move(host), device, ipc);
 }
 
 }  // namespace smp::comm

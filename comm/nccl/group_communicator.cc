@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "comm/device/device_communicator.h"
+#include "comm/device_streams.h"
 #include "comm/host_parts.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
@@ -27,10 +28,6 @@ namespace smp::comm {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-c10::Stream stream_of_caller(at::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 
 std::vector<ChannelSpec> host_parts(std::vector<ChannelSpec> specs) {
   std::transform(specs.begin(), specs.end(), specs.begin(), host_part);
@@ -64,15 +61,29 @@ class StreamWork final : public Work {
  public:
   StreamWork(at::Device device, c10::Event done, std::function<void()> given)
       : device_(device), done_(std::move(done)), given_(std::move(given)) {}
+  // Dropped before anyone has waited, it may still be under way.
+  ~StreamWork() override {
+    try {
+      if (!waited_) let_wait();
+    } catch (const c10::Error&) {
+      // The device has failed, and uses nothing any more.
+    }
+  }
 
   bool test() override { return done_.query(); }
-  void wait() override { done_.block(stream_of_caller(device_)); }
+  void wait() override { let_wait(); }
 
  private:
+  void let_wait() {
+    done_.block(current_stream(device_));
+    waited_ = true;
+  }
+
   const at::Device device_;
   const c10::Event done_;
   // Memory goes back to the stream that it was made on, which has waited.
   const std::function<void()> given_;
+  bool waited_ = false;
 };
 
 class GroupCommunicator final : public DeviceCommunicator {
@@ -80,7 +91,7 @@ class GroupCommunicator final : public DeviceCommunicator {
   GroupCommunicator(const CommunicatorPtr& host, at::Device device, MakeDeviceGroup make)
       : DeviceCommunicator(host, device),
         pool_(std::make_shared<GroupPool>(host, device, std::move(make))),
-        side_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
+        side_(side_stream(device)),
         is_fast_(host->device_transport().fast_reductions) {}
 
   ~GroupCommunicator() override {
@@ -117,7 +128,7 @@ class GroupCommunicator final : public DeviceCommunicator {
   WorkPtr on_side_stream(std::function<void()> collective) {
     const at::NoGradGuard no_grad;
     c10::Event ready(device().type()), done(device().type());
-    ready.record(stream_of_caller(device()));
+    ready.record(current_stream(device()));
     ready.block(side_);
     try {
       const c10::StreamGuard guard(side_);
@@ -125,7 +136,7 @@ class GroupCommunicator final : public DeviceCommunicator {
     } catch (...) {
       // The work begun may still use the caller's tensors, which go when this is thrown.
       done.record(side_);
-      done.block(stream_of_caller(device()));
+      done.block(current_stream(device()));
       throw;
     }
     done.record(side_);
@@ -263,7 +274,7 @@ class GroupCommunicator final : public DeviceCommunicator {
 
 Channels GroupCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,
                                           const std::vector<ChannelSpec>& incoming) {
-  if (hands_over(*host())) {  // copy engines then leave computations all of the device
+  if (is_one_process(*host())) {  // copy engines then leave computations all of the device
     return host()->open_channels(outgoing, incoming);
   }
   Channels channels = host()->open_channels(host_parts(outgoing), host_parts(incoming));

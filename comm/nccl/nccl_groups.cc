@@ -18,8 +18,11 @@ constexpr int kLaneBlocks = 4;
 
 DeviceGroup make_nccl_group(const c10::intrusive_ptr<c10d::Store>& store, const Group& host,
                             const std::string& name, int rank, int size, GroupUse use) {
-  const auto options = c10d::ProcessGroupNCCL::Options::create();
-  if (use == GroupUse::kLane) {
+  const bool is_lane = use == GroupUse::kLane;
+  // libtorch hands out 32 streams of each priority in turn. Lanes alone have the high one here: two
+  // of opposite directions in one stream would wait for each other.
+  const auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/is_lane);
+  if (is_lane) {
     options->config.maxCTAs = kLaneBlocks;
   }
   options->timeout = host.timeout();

@@ -19,7 +19,7 @@ std::string nccl_gpu(at::Device device);
 
 /// Makes libtorch's NCCL groups for ranks of `host`, with its time-out. A transfer that does not
 /// end within that ends the process, by libtorch's watchdog. Those of lanes take few
-/// multiprocessors of the GPU.
+/// multiprocessors of the GPU, in streams of high priority.
 ///
 /// Collective over `host`. When the ranks cannot reach each other it throws the errors of
 /// libtorch's store (`c10::DistError`), and the groups throw NCCL's.

@@ -31,6 +31,14 @@ constexpr int kSecondsOfSilence = 30;
 constexpr int kSecondsBetweenProbes = 10;
 constexpr int kProbes = 3;
 
+constexpr const char* kRaiseLimit =
+    ". Raise the limit of open files (ulimit -n), or end what uses them up.";
+
+// Whether the last call of a socket failed for want of resources.
+bool resources_lack() {
+  return errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+}
+
 // Those of all `Descriptor`s. Never destroyed: others may be closed later.
 class OpenSockets {
  public:
@@ -219,6 +227,8 @@ Descriptor listen_on_free_port(const std::string& address) {
   const Addresses own = resolve(address, 0, SOCK_STREAM, reason);
   SMP_INTERNAL_ASSERT(own != nullptr, "the address ", address, ": ", reason);
   Descriptor socket(::socket(own->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  SMP_CHECK_WITH(CommError, socket || !resources_lack(),
+                 "no port can be opened: ", std::strerror(errno), kRaiseLimit);
   SMP_INTERNAL_ASSERT(socket && bind(socket.fd(), own->ai_addr, own->ai_addrlen) == 0 &&
                           listen(socket.fd(), SOMAXCONN) == 0,
                       "listen on ", address, ": ", std::strerror(errno));
@@ -260,9 +270,8 @@ std::optional<Descriptor> accept_from(const Descriptor& listener) {
     prepare_connection(socket.fd());
     return socket;
   }
-  const bool lacks = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-  SMP_CHECK_WITH(CommError, !lacks, "a connection cannot be taken: ", std::strerror(errno),
-                 ". Raise the limit of open files (ulimit -n), or end what uses them up.");
+  SMP_CHECK_WITH(CommError, !resources_lack(),
+                 "a connection cannot be taken: ", std::strerror(errno), kRaiseLimit);
   return std::nullopt;
 }
 

@@ -215,21 +215,21 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
   options.timeout = timeout;
   const std::string where =
       c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
+  const std::string remedy =
+      ". Check that rank 0 has started, is not stopped and has descriptors left for strangers that "
+      "connect to its port (ulimit -n), and that its host can be reached.";
   auto opened = call_apart(
       [host = place.host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kLateness) == std::future_status::ready,
                  "rank ", place.rank, " has had no answer from", where, "none within ",
-                 timeout.count() / 1000.0,
-                 " s. Check that rank 0 has started, is not stopped, and "
-                 "that its host can be reached.");
+                 timeout.count() / 1000.0, " s", remedy);
   try {
     return opened.get();
   } catch (const c10::Error& error) {
     const std::string reason = where + first_line(error);
     SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason, ". Choose another ",
                    key, " if it is in use.");
-    core::fail<CommError>("rank ", place.rank, " cannot reach", reason,
-                          ". Check that rank 0 has started and that its host can be reached.");
+    core::fail<CommError>("rank ", place.rank, " cannot reach", reason, remedy);
   }
 }
 

@@ -35,8 +35,8 @@ class ThreadWorld final : public Transport {
   }
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
   void abort(int world_rank, const std::string& reason) noexcept override;
-  HandOvers* hand_overs(int this_rank, int other) override {
-    return shares_memory(this_rank, other) ? &hand_overs_ : nullptr;
+  HandOverQueues* queues_between(int this_rank, int other) override {
+    return shares_memory(this_rank, other) ? &queues_ : nullptr;
   }
 
   /// The rank whose abort came first, -1 if none has called it.
@@ -47,7 +47,7 @@ class ThreadWorld final : public Transport {
   bool has_core_for_each_rank_;
   std::atomic<int> aborting_rank_{-1};
   std::deque<MessageMatcher> matchers_;  // matchers by receiving rank
-  HandOvers hand_overs_;
+  HandOverQueues queues_;
   std::mutex mutex_;  // guards everything below
   std::condition_variable changed_;
   int contexts_ = 1;                                         // 0 is the world

@@ -96,6 +96,23 @@ TEST_P(PoolTest, UsersShareChannelsUntilOneNeedsMore) {
   });
 }
 
+/// Each part of a message may go another way.
+TEST_P(PoolTest, ALaneHasRoomForTheLongestOfBothPartsOfMessages) {
+  on_ring([](ChannelPool& pool, int next, int previous) {
+    const auto open = [&](int64_t host_bytes, int64_t others) {
+      ChannelSpec out = to(next, host_bytes + others), in = to(previous, host_bytes + others);
+      out.host_bytes = in.host_bytes = host_bytes;
+      return pool.open({out}, {in}).outgoing[0];
+    };
+    open(64, 1000);
+    const ChannelPool::Lane* const lane = open(500, 100);
+    EXPECT_EQ(lane->spec.host_bytes, 500);
+    EXPECT_EQ(lane->spec.bytes, 1500);
+    const Sender* const before = lane->sender.get();
+    EXPECT_EQ(open(64, 1000)->sender.get(), before);
+  });
+}
+
 TEST_P(PoolTest, ChannelsThatAreUsedAtOneTimeAreApartAndTheLongestComeFirst) {
   on_ring([](ChannelPool& pool, int next, int previous) {
     const Lanes two =

@@ -42,6 +42,15 @@ void as_threads(int size, const std::function<void(int)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// A store of c10d, as a launcher has one.
+c10::intrusive_ptr<c10d::TCPStore> launchers_store() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
 CommunicatorPtr join(const StorePtr& store, int rank, int size) {
   return make_store_world(store, rank, size, std::chrono::seconds(30));
 }
@@ -254,14 +263,10 @@ TEST(StoreWorld, ManyStrangersKeepNobodyOut) {
 
 // c10d would write two lines to the log for each of its waits that ends without the key.
 TEST(StoreWorld, SaysNothingWhileItWaits) {
+  const auto store = launchers_store();
   c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  const auto store = c10::make_intrusive<c10d::TCPStore>("localhost", options);
   options.port = store->getPort();
-  options.isServer = false;
-  const auto other = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  const auto other = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
   ::testing::internal::CaptureStderr();
   std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
   std::this_thread::sleep_for(milliseconds(1200));  // twice as long as one looks at a time
@@ -456,7 +461,7 @@ TEST(StoreWorld, LongMessagesBothWaysBeforeAnyReceive) {
 }
 
 TEST(Torchrun, NeedsAllVariables) {
-  const Variables some({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "localhost"}});
+  const Variables some({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}});
   EXPECT_TRUE(under_torchrun());
   EXPECT_THAT(error_of<ConfigError>([] { meeting_place(); }),
               HasSubstr("RANK and WORLD_SIZE are set, but MASTER_PORT is not: expected the"));
@@ -464,7 +469,7 @@ TEST(Torchrun, NeedsAllVariables) {
 
 TEST(Torchrun, RefusesNumbersThatAreNone) {
   const Variables all(
-      {{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "localhost"}, {"MASTER_PORT", "http"}});
+      {{"RANK", "2"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "http"}});
   EXPECT_THAT(error_of<ConfigError>([] { meeting_place(); }),
               HasSubstr("the environment variable RANK: expected a number in 0 to 1, got 2."));
   setenv("RANK", "1", 1);
@@ -473,45 +478,33 @@ TEST(Torchrun, RefusesNumbersThatAreNone) {
 }
 
 TEST(Torchrun, SaysWhyThereIsNoStore) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  const auto other = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  const auto other = launchers_store();
   const Variables all({{"RANK", "0"},
                        {"WORLD_SIZE", "2"},
-                       {"MASTER_ADDR", "localhost"},
+                       {"MASTER_ADDR", "127.0.0.1"},
                        {"MASTER_PORT", std::to_string(other->getPort())}});
   EXPECT_THAT(error_of<CommError>([] { make_torchrun_world(milliseconds(500)); }),
-              AllOf(HasSubstr("rank 0 cannot open the store at localhost port"),
+              AllOf(HasSubstr("rank 0 cannot open the store at 127.0.0.1 port"),
                     HasSubstr("Choose another MASTER_PORT if it is in use.")));
   setenv("RANK", "1", 1);
   setenv("MASTER_PORT", "1", 1);
   // On a busy machine c10d may say only after that time that no process listens.
   EXPECT_THAT(
       error_of<CommError>([] { make_torchrun_world(milliseconds(500)); }),
-      ::testing::AnyOf(AllOf(HasSubstr("rank 1 cannot reach the store at localhost port 1"),
-                             HasSubstr("Check that rank 0 has started and")),
-                       HasSubstr("rank 1 has had no answer from the store at localhost port 1 ")));
+      ::testing::AnyOf(AllOf(HasSubstr("rank 1 cannot reach the store at 127.0.0.1 port 1"),
+                             HasSubstr("Check that rank 0 has started, is not")),
+                       HasSubstr("rank 1 has had no answer from the store at 127.0.0.1 port 1 ")));
   EXPECT_THAT(error_of<UsageError>([] { torchrun_local_rank(); }),
               HasSubstr("needs the world of torchrun's variables"));
-}
-
-uint16_t free_port() {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  return c10::make_intrusive<c10d::TCPStore>("localhost", options)->getPort();
 }
 
 // The port is given by "ddp_port": neither MASTER_PORT nor the launcher's store counts then.
 TEST(Torchrun, MeetsAtAnotherPort) {
   const Variables all({{"RANK", "0"},
                        {"WORLD_SIZE", "2"},
-                       {"MASTER_ADDR", "localhost"},
+                       {"MASTER_ADDR", "127.0.0.1"},
                        {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
-  const uint16_t port = free_port();
+  const uint16_t port = launchers_store()->getPort();  // free again
   EXPECT_EQ(meeting_place(port).port, port);
   const auto served = open_torchrun_store(milliseconds(5000), port);
   setenv("RANK", "1", 1);
@@ -546,16 +539,40 @@ TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
   close(silent);
 }
 
+// c10d's store keeps every connection. The rank's own socket may take the last descriptor, or the
+// store's thread.
+TEST(Torchrun, AStoreThatStrangersHaveFilledIsNamed) {
+  const auto full = launchers_store();
+  const Variables all({{"RANK", "1"},
+                       {"WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "127.0.0.1"},
+                       {"MASTER_PORT", std::to_string(full->getPort())}});
+  const int last = dup(0);
+  close(last);
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  std::string text;
+  for (int left = 1; left <= 3; ++left) {
+    const rlimit few{static_cast<rlim_t>(last + left), before.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &few);
+    text = error_of<CommError>([] { make_torchrun_world(milliseconds(300)); });
+    setrlimit(RLIMIT_NOFILE, &before);
+    EXPECT_THAT(text, HasSubstr("(ulimit -n)"));
+    if (text.find("no port can be opened: Too many open files") == std::string::npos) break;
+  }
+  EXPECT_THAT(
+      text,
+      AllOf(HasSubstr(c10::str(" the store at 127.0.0.1 port ", full->getPort(), " (MASTER_ADDR")),
+            HasSubstr("has descriptors left for strangers that connect to its port "
+                      "(ulimit -n)")));
+}
+
 // A world of its own process, which has then met all it ever will.
 void meet_once() {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  const auto launcher = c10::make_intrusive<c10d::TCPStore>("localhost", options);
+  const auto launcher = launchers_store();
   const Variables all({{"RANK", "0"},
                        {"WORLD_SIZE", "1"},
-                       {"MASTER_ADDR", "localhost"},
+                       {"MASTER_ADDR", "127.0.0.1"},
                        {"MASTER_PORT", std::to_string(launcher->getPort())},
                        {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
   EXPECT_EQ(make_torchrun_world()->size(), 1);

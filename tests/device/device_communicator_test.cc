@@ -65,7 +65,9 @@ TEST(DeviceCommunicator, SaysWhichWayTensorsGo) {
 TEST(DeviceCommunicator, SaysThatMessagesOfOtherHostsGoThroughTheHost) {
   const auto check = [](const CommunicatorPtr& world) {
     const auto group = make_device_communicator(world, fake_device(0));
-    EXPECT_EQ(device_route(*group), "through host memory: NCCL knows GPUs only");
+    EXPECT_EQ(device_route(*group),
+              "through host memory: NCCL knows GPUs only; memory of the device cannot be shared "
+              "(IPC): the ranks of the group are on several hosts");
   };
   comm::run_ranks(2, check, /*hosts=*/{0, 1});
 }

@@ -56,7 +56,15 @@ torch::Tensor no_half_on_cpu(const torch::Tensor& x) {
   return torch::empty({x.size(0)}, x.options());
 }
 
+/// How many bytes after a multiple of 64 a tensor begins.
+torch::Tensor shift_on_device(const torch::Tensor& x) {
+  const auto address = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  return torch::full({1}, static_cast<int64_t>(address % 64), x.options());
+}
+
 TORCH_LIBRARY(smp_device_test, m) {
+  m.def("shift(Tensor x) -> Tensor");
+  m.impl("shift", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &shift_on_device));
   m.def("draws(Tensor x) -> Tensor[]");
   m.impl("draws", torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, &draws));
   m.def("takes_ones(Tensor x) -> Tensor");
@@ -124,6 +132,27 @@ TEST(Device, RandomOperatorsDrawFromTheKeyedGeneratorOfTheirDevice) {
   EXPECT_TRUE(torch::equal(drawn[2], torch::tensor({int64_t{77}, int64_t{3}})));
   EXPECT_EQ(seed_of(fake_device(1)), before) << "put back";
   EXPECT_EQ(seed_of(at::kCPU), 3u);
+}
+
+/// Kernels round otherwise elsewhere. Samples of 28 bytes would begin there.
+TEST(Device, MicrobatchesBeginAtMultiplesOf64Bytes) {
+  run_as_threads(1, Config().microbatches(4), [] {
+    set_device(0);
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("smp_device_test::shift", "");
+    const auto shift = op.typed<torch::Tensor(const torch::Tensor&)>();
+    torch::nn::Linear net(7, 7);
+    DistributedModel<torch::nn::Linear> model(net);
+    auto shifts = step([&](torch::Tensor x, torch::Tensor all) {
+      return std::vector<torch::Tensor>{shift.call(x), shift.call(all), x.clone(), net(x)};
+    });
+    const auto batch = torch::randn({12, 7});
+    for (const auto& given : {batch, batch.to(fake_device())}) {
+      const auto outputs = shifts(given, whole(given.narrow(0, 1, 7)));
+      EXPECT_TRUE(torch::equal(outputs[0].concat().cpu(), torch::zeros({4}))) << given.device();
+      EXPECT_TRUE(torch::equal(outputs[1].concat().cpu(), torch::zeros({4}))) << given.device();
+      EXPECT_TRUE(torch::equal(outputs[2].concat().cpu(), batch)) << given.device();
+    }
+  });
 }
 
 TEST(Device, SetDeviceMakesItTheCurrentOne) {

@@ -21,11 +21,14 @@
 /// was allocated on comes to it, and those that it was recorded on have done their tasks until
 /// then.
 ///
-/// Whatever the order in which things happen to run, two rules are checked, and a program that
+/// Whatever the order in which things happen to run, three rules are checked, and a program that
 /// breaks one ends with the text and the stack:
 /// - A task that uses memory on one stream waits for the earlier tasks of another stream there,
 ///   if one of them writes. Allocating counts as writing, since a caching allocator gives
 ///   memory to the host before its stream has done its tasks there.
+/// - Memory that processes share is closed when the host has waited for its reads (those of all
+///   threads that have it open, when the last closes it), and freed when no other process has it
+///   open.
 /// - Memory is freed when the stream that it was allocated on, or the host, has waited for its uses
 ///   on other streams, or these are recorded (`recordDataPtrOnStream`). As in libtorch's allocator,
 ///   uses recorded while any stream of the index is captured are forgotten.
@@ -99,6 +102,37 @@ class FailingDevice {
  private:
   const int index_;
 };
+
+/// While it lives, memory of other processes cannot be opened.
+class NoFakeIpc {
+ public:
+  NoFakeIpc();
+  ~NoFakeIpc();
+  NoFakeIpc(const NoFakeIpc&) = delete;
+  NoFakeIpc& operator=(const NoFakeIpc&) = delete;
+};
+
+/// While it lives, memory of other processes reads as rubbish.
+class RubbishFakeIpc {
+ public:
+  RubbishFakeIpc();
+  ~RubbishFakeIpc();
+  RubbishFakeIpc(const RubbishFakeIpc&) = delete;
+  RubbishFakeIpc& operator=(const RubbishFakeIpc&) = delete;
+};
+
+/// While it lives, no stream comes to an event that processes share: they wait for a process that
+/// is gone.
+class StuckFakeIpc {
+ public:
+  StuckFakeIpc();
+  ~StuckFakeIpc();
+  StuckFakeIpc(const StuckFakeIpc&) = delete;
+  StuckFakeIpc& operator=(const StuckFakeIpc&) = delete;
+};
+
+/// Bytes of memory that this process has made for others.
+size_t fake_ipc_bytes();
 
 /// Bytes of host memory that is pinned for the device. Freed, it is kept until the streams that
 /// copy from or to it have done their tasks, and then overwritten.

@@ -405,6 +405,23 @@ void FakeMachine::check_free(Block& block) {
   }
 }
 
+void FakeMachine::remove_block(char* memory) {
+  const auto found = blocks_.find(memory);
+  for (const PastAccess& past : std::exchange(found->second.past, {})) {
+    run_until(past.stream, past.position);
+  }
+  blocks_.erase(found);
+}
+
+void FakeMachine::check_close(const char* memory) {
+  for (const PastAccess& past : blocks_.at(memory).past) {
+    if (past.access.writes || is_finished(past.stream, past.position)) continue;
+    if (has_failed(past.stream.first)) continue;
+    broken(c10::str("memory of another process is closed while ", text_of(past.stream),
+                    " may read it"));
+  }
+}
+
 void FakeMachine::broken(const std::string& what) {
   if (broken_rules) {
     broken_rules->push_back(what);

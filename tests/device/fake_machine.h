@@ -121,12 +121,24 @@ class FakeMachine {
   void free(FakePool& pool) noexcept;
   void record_use(void* memory, StreamKey stream);
 
+  /// Memory that processes share: there for all streams at once, as CUDA's is, and freed when all
+  /// tasks that use it are done.
+  void add_block(char* memory, size_t bytes, StreamKey owner) {
+    blocks_[memory] = {bytes, owner, {}, {}};
+  }
+  void remove_block(char* memory);
+  /// Such memory is closed by the process that reads it: the host knows that it has.
+  void check_close(const char* memory);
+
   void* allocate_pinned(size_t bytes);
   void free_pinned(void* memory) noexcept;
   /// If the memory is pinned, it is the stream's until its copy is done.
   void use_pinned(const void* memory, StreamKey stream);
   bool is_pinned(const void* memory) const { return find_pinned(memory) != pinned_.end(); }
   size_t pinned_bytes() const { return pinned_bytes_; }
+
+  /// Notes a broken rule, or ends the program.
+  void broken(const std::string& what);
 
   void note(const std::string& line) { log.push_back(line); }
   void note_host(c10::DeviceIndex index, const std::string& what);
@@ -142,6 +154,8 @@ class FakeMachine {
   std::array<std::optional<int64_t>, kFakeDevices> kernels_left;     // until it fails
   std::optional<size_t> limit;                                       // limit of each index
   std::optional<int> pooled_streams;                                 // streams of each index
+  bool refuses_ipc = false;                                          // see NoFakeIpc
+  int stuck = 0;                                                     // see StuckFakeIpc
   std::array<size_t, kFakeDevices> used = {}, peak = {}, held = {};  // bytes
 
  private:
@@ -189,7 +203,6 @@ class FakeMachine {
   bool is_known(const PastAccess& past, const Clock& clock) const;
   void check_access(StreamKey stream, const Task& task, const Access& access);
   void check_free(Block& block);
-  void broken(const std::string& what);
   bool has_room(c10::DeviceIndex index, size_t bytes) const;
   void run_index(c10::DeviceIndex index);
   void refuse_captured(StreamKey stream) const;

@@ -3,11 +3,10 @@
 
 namespace smp::testing {
 
-/// Small: the kernels are the CPU's. The fake device has no convolutions and registers no operators
-/// for autocast.
+/// Small: the kernels are the CPU's. The fake device has no convolutions.
 ModelSizes sizes() {
-  return {/*layers=*/2,   /*width=*/16, /*heads=*/2,     /*length=*/8,
-          /*channels=*/4, /*side=*/8,   /*casts=*/false, /*convolves=*/false};
+  return {/*layers=*/2,   /*width=*/16, /*heads=*/2,    /*length=*/8,
+          /*channels=*/4, /*side=*/8,   /*casts=*/true, /*convolves=*/false};
 }
 
 }  // namespace smp::testing

@@ -281,6 +281,19 @@ TEST(GroupCommunicator, ThreadsOfOneProcessNeedNoLanes) {
   });
 }
 
+/// It, and the tensors that it has, are dropped while a device still moves them: the next work of
+/// the caller's stream gets their memory.
+TEST(GroupCommunicator, WorkThatNobodyWaitsForKeepsItsTensors) {
+  Ranks ranks{2};
+  ranks.run([&](Communicator& host, Communicator& group) {
+    const at::Device device = device_of(host.rank());
+    const at::Tensor values = at::full({96}, host.rank() + 1, device);
+    group.async().all_reduce(at::full({96}, 5, device));
+    group.all_reduce(values);
+    EXPECT_TRUE(at::equal(values.cpu(), at::full({96}, 3)));
+  });
+}
+
 /// The others' devices wait for a rank that will never come.
 TEST(GroupCommunicator, ARankThatFailsEndsTheOthersGroups) {
   Ranks ranks{3};

@@ -84,9 +84,11 @@ TEST(HandOver, ElementsStayWhereTheyAreOnOneStream) {
     Link link(world, fake_device());
     if (world->rank() == 0) {
       const at::Tensor made = late_numbers(1, fake_device());
-      HostUses uses;
-      sent = link.send(made);
-      EXPECT_TRUE(uses.take(0).empty()) << "the host waits for the device";
+      {
+        HostUses uses;  // one at a time
+        sent = link.send(made);
+        EXPECT_TRUE(uses.take(0).empty()) << "the host waits for the device";
+      }
       is_sent.set_value();
       return;
     }
@@ -204,8 +206,8 @@ TEST(HandOver, ChannelsFollowEachOther) {
 }
 
 TEST(HandOver, QueuesAreOfBothEndsInTheOrderInWhichTheyAreOpened) {
-  comm::HandOvers shared;
-  const comm::HandOvers::Channel one = {0, 0, 1, 7}, other = {0, 1, 0, 7};
+  comm::HandOverQueues shared;
+  const comm::HandOverQueues::Channel one = {0, 0, 1, 7}, other = {0, 1, 0, 7};
   const auto first = shared.open(one, /*sends=*/true), second = shared.open(one, /*sends=*/true);
   EXPECT_NE(first, second);
   EXPECT_NE(shared.open(other, /*sends=*/false), first);

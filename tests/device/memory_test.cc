@@ -5,7 +5,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <future>
+#include <utility>
+
+#include "partitioner/predict.h"
+#include "runtime/runtime.h"
+#include "runtime/step/planning.h"
 #include "smp/smp.h"
+#include "tests/action_hook.h"
 #include "tests/device/fake_device.h"
 #include "tests/smp/oracle.h"
 
@@ -60,6 +67,61 @@ TEST(DeviceMemory, TheReportHasARowForEachRank) {
             "  ----  ------  ---------  -------  -------  --------  --------\n"
             "     0  fake:2    8.0 MiB  8.0 MiB  8.0 MiB  56.0 MiB  64.0 MiB\n"
             "     1  fake:3    9.0 MiB  9.0 MiB  9.0 MiB  55.0 MiB  64.0 MiB\n");
+}
+
+/// Keeps its result for backward.
+struct LengthImpl : torch::nn::Module {
+  LengthImpl() { other = register_parameter("other", torch::ones({1})); }
+  torch::Tensor forward(const torch::Tensor& x) { return torch::hypot(x, other); }
+  torch::Tensor other;
+};
+TORCH_MODULE(Length);
+
+/// The first rank has sent as far ahead as messages may go, while the second has taken none.
+TEST(DeviceMemory, PredictionsCountMessagesUnderWay) {
+  constexpr int kCount = 3;
+  const auto config = stages(2).microbatches(kCount).pipeline("simple").timeout_seconds(60);
+  std::promise<void> sent;
+  const std::shared_future<void> is_sent(sent.get_future());
+  run_as_threads(2, config, [&] {
+    set_device(2 + rank());
+    torch::nn::Sequential net(Length{}, Length{});
+    for (int i = 0; i < 2; ++i) set_partition(*net->children()[i], i);
+    DistributedModel<torch::nn::Sequential> model(net);
+    auto train = step([&](torch::Tensor x) {
+      auto loss = net->forward(x).sum();
+      model->backward(loss);
+      return loss;
+    });
+    // A microbatch, and so a message, has a mebibyte.
+    const auto x = torch::ones({kCount, kMiB / 4}).to(fake_device(2 + rank()));
+    for (int i = 0; i < 2; ++i) train(x);
+    bool has_begun = false;
+    int64_t before = 0, held = 0;
+    ActionHook hook([&](const pipeline::Action& action) {
+      if (!std::exchange(has_begun, true)) {
+        // The ranks have compared their inputs, which takes memory that is free again.
+        reset_peak_memory();
+        before = device_memory()->allocated;
+      }
+      if (!action.is_recv() || action.microbatch > 0) return;
+      if (rank() == 1) return is_sent.wait();
+      held = device_memory()->peak - before;
+      sent.set_value();
+    });
+    runtime::Runtime& runtime = runtime::Runtime::get();
+    runtime.execution.observers.push_back(&hook);
+    train(x);
+    runtime.execution.observers.clear();
+    const auto model_of_step = runtime::step_model(runtime, kCount);
+    const auto predicted =
+        partitioner::predict(*runtime.first_step.graph, *runtime.first_step.plan, model_of_step);
+    EXPECT_EQ(predicted.stages[rank()].messages, kCount * kMiB) << "rank " << rank();
+    if (rank() == 1) return;
+    // The results, which backward needs, and as many messages.
+    EXPECT_EQ(held / kMiB, 2 * kCount);
+    EXPECT_EQ(predicted.rank_memory[0] / kMiB, 2 * kCount);
+  });
 }
 
 TEST(DeviceMemory, ThereIsNothingToSayOnTheCpu) {

@@ -50,9 +50,12 @@ struct Case {
   Network network;
   Precision precision;
   int stages;
-  int microbatches;
+  int microbatches;  // microbatches of one replica
   std::string pipeline;
   Extra extra = Extra::kNone;
+  int replicas = 1;
+
+  int all_microbatches() const { return replicas * microbatches; }
 };
 
 std::string name_of(const Case& tested) {
@@ -62,7 +65,8 @@ std::string name_of(const Case& tested) {
   return c10::str(kNetworks[static_cast<int>(tested.network)], " ",
                   kPrecisions[static_cast<int>(tested.precision)], ", ", tested.stages, " x ",
                   tested.microbatches, " ", tested.pipeline,
-                  kExtras[static_cast<int>(tested.extra)]);
+                  kExtras[static_cast<int>(tested.extra)],
+                  tested.replicas > 1 ? c10::str(", ", tested.replicas, " replicas") : "");
 }
 
 std::ostream& operator<<(std::ostream& out, const Case& tested) { return out << name_of(tested); }
@@ -200,32 +204,32 @@ struct Trained {
 /// One process. With fp16, parameters of float16 that follow masters of float32.
 class PlainTraining {
  public:
-  PlainTraining(Network network, Precision precision)
-      : precision_(precision), net_(make_net(network)) {
+  explicit PlainTraining(Case tested)
+      : tested_(std::move(tested)), net_(make_net(tested_.network)) {
     move(*net_, test_device(0));
     if (is_half()) net_->to(torch::kHalf);
     parameters_ = masters_ = unique_parameters(*net_);
     if (is_half()) {
       for (auto& master : masters_) master = master.detach().to(torch::kFloat).requires_grad_();
     }
-    optimizer_ = make_optimizer(network, masters_);
+    optimizer_ = make_optimizer(tested_.network, masters_);
   }
 
   /// Trains step `number`. Returns the losses.
-  Tensors step(int number, const Batch& batch, int microbatches) {
+  Tensors step(int number, const Batch& batch) {
     Tensors losses;
     optimizer_->zero_grad();
-    plain_microbatches(masters_, /*replicas=*/1, microbatches, [&](int m) {
+    plain_microbatches(masters_, tested_.replicas, tested_.microbatches, [&](int m) {
       const KeyedRandom random(kSeed, "step 0", number, m);
       const auto of_microbatch = [&](const torch::Tensor& tensor) {
-        return part(tensor, microbatches, m).to(test_device(0));
+        return part(tensor, tested_.all_microbatches(), m).to(test_device(0));
       };
       const Batch own(of_microbatch(batch.first), of_microbatch(batch.second));
       const auto model = [&](const torch::Tensor& x) {
         const auto output = net_(x);
         return is_half() ? output.to(torch::kFloat) : output;
       };
-      const auto loss = loss_of(model, net_, own, precision_);
+      const auto loss = loss_of(model, net_, own, tested_.precision);
       losses.push_back(loss.detach().cpu());
       (is_half() ? loss * torch::full({}, scaler_.scale) : loss).backward();
       if (is_half()) give_gradients_to_masters();
@@ -241,7 +245,7 @@ class PlainTraining {
   }
 
  private:
-  bool is_half() const { return precision_ == Precision::kFp16; }
+  bool is_half() const { return tested_.precision == Precision::kFp16; }
 
   void give_gradients_to_masters() {
     for (size_t i = 0; i < masters_.size(); ++i) {
@@ -268,7 +272,7 @@ class PlainTraining {
     scaler_.update(overflow);
   }
 
-  const Precision precision_;
+  const Case tested_;
   Net net_;
   Tensors parameters_, masters_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
@@ -276,11 +280,10 @@ class PlainTraining {
 };
 
 Trained run_plain(const Case& tested) {
-  PlainTraining training(tested.network, tested.precision);
+  PlainTraining training(tested);
   Trained run;
-  for (const Batch& batch : make_batches(tested.network, tested.microbatches)) {
-    const auto number = static_cast<int>(run.losses.size());
-    run.losses.push_back(training.step(number, batch, tested.microbatches));
+  for (const Batch& batch : make_batches(tested.network, tested.all_microbatches())) {
+    run.losses.push_back(training.step(static_cast<int>(run.losses.size()), batch));
   }
   run.weights = training.weights();
   return run;
@@ -292,6 +295,7 @@ Config config_of(const Case& tested) {
       .partitions(tested.stages)
       .microbatches(tested.microbatches)
       .pipeline(tested.pipeline)
+      .ddp(tested.replicas > 1)
       .fp16(tested.precision == Precision::kFp16)
       .cuda_graphs(graphs ? "on" : "off")
       .seed(kSeed)
@@ -306,13 +310,14 @@ void checkpoint_blocks(const Net& net) {
 }
 
 Trained run_distributed(const Case& tested) {
-  const auto batches = make_batches(tested.network, tested.microbatches);
+  const auto batches = make_batches(tested.network, tested.all_microbatches());
+  const int ranks = tested.stages * tested.replicas;
   std::vector<Net> nets;  // rank threads share the default generator
-  for (int i = 0; i < tested.stages; ++i) nets.push_back(make_net(tested.network));
+  for (int i = 0; i < ranks; ++i) nets.push_back(make_net(tested.network));
   Trained run;
-  run.losses.assign(kSteps, Tensors(tested.microbatches));
+  run.losses.assign(kSteps, Tensors(tested.all_microbatches()));
   std::mutex mutex;
-  run_as_threads(tested.stages, config_of(tested), [&] {
+  run_as_threads(ranks, config_of(tested), [&] {
     const at::Device device = test_device(rank());
     const bool placed = tested.extra == Extra::kPlaced;
     Net net = nets[rank()];
@@ -333,18 +338,20 @@ Trained run_distributed(const Case& tested) {
     });
     for (int i = 0; i < kSteps; ++i) {
       optimizer.zero_grad();
-      const at::Device given_on = placed ? at::Device(at::kCPU) : device;
-      const auto losses = train(batches[i].first.to(given_on), batches[i].second.to(given_on));
+      const auto given = [&](const torch::Tensor& tensor) {
+        return part(tensor, dp_size(), dp_rank()).to(placed ? at::Device(at::kCPU) : device);
+      };
+      const auto losses = train(given(batches[i].first), given(batches[i].second));
       optimizer.step();
       const std::lock_guard<std::mutex> lock(mutex);
       for (int m = 0; m < tested.microbatches; ++m) {
         EXPECT_EQ(losses.outputs()[m].device(), device);
-        run.losses[i][m] = losses.outputs()[m].cpu();
+        run.losses[i][dp_rank() * tested.microbatches + m] = losses.outputs()[m].cpu();
       }
     }
     const auto state = to_map(model->state_dict());
     const std::lock_guard<std::mutex> lock(mutex);
-    run.weights = state;
+    if (dp_rank() == 0) run.weights = state;
   });
   return run;
 }
@@ -421,8 +428,8 @@ class DeterministicAlgorithms {
 
 /// The result of `run_plain` with deterministic algorithms; layouts share it.
 const Trained& deterministic_plain(const Case& tested) {
-  static std::map<std::tuple<Network, Precision, int>, Trained> runs;
-  const std::tuple key(tested.network, tested.precision, tested.microbatches);
+  static std::map<std::tuple<Network, Precision, int, int>, Trained> runs;
+  const std::tuple key(tested.network, tested.precision, tested.microbatches, tested.replicas);
   const auto found = runs.find(key);
   return found != runs.end() ? found->second : runs.emplace(key, run_plain(tested)).first->second;
 }
@@ -499,6 +506,9 @@ std::vector<Case> deterministic_cases() {
       {kDrop, kCast, 1, 3, "interleaved", Extra::kAgain},
       {kDrop, kCast, 2, 4, "1f1b", Extra::kRegraphs},
       {kDrop, kCast, 2, 4, "1f1b", Extra::kPlaced},
+      {kDrop, kCast, 1, 2, "interleaved", Extra::kNone, /*replicas=*/2},
+      {kDrop, kCast, 1, 2, "interleaved", Extra::kGraphs, /*replicas=*/2},
+      {kDrop, kCast, 2, 3, "1f1b", Extra::kRegraphs, /*replicas=*/2},
       {kDrop, kHalf, 1, 3, "interleaved"},
       {kDrop, kHalf, 2, 4, "1f1b"},
       {kDrop, kHalf, 2, 4, "zb_h1", Extra::kGraphs},

@@ -3,10 +3,13 @@
 // a device that fails.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,9 +21,9 @@ namespace {
 using pretended::Sides;
 
 // Errors and capture modes of CUDA.
-constexpr int kOutOfMemory = 2, kAssert = 710, kUnsupported = 900, kInvalidated = 901, kMerge = 902,
-              kUnjoined = 904, kIsolation = 905, kImplicit = 906, kCapturedEvent = 907,
-              kWrongThread = 908;
+constexpr int kOutOfMemory = 2, kInvalidHandle = 400, kAssert = 710, kNotSupported = 801,
+              kUnsupported = 900, kInvalidated = 901, kMerge = 902, kUnjoined = 904,
+              kIsolation = 905, kImplicit = 906, kCapturedEvent = 907, kWrongThread = 908;
 constexpr int kGlobal = 0, kThreadLocal = 1, kRelaxed = 2;
 
 void* library() {
@@ -146,6 +149,98 @@ TEST(PretendedMemory, IsKnownByItsAddress) {
   EXPECT_EQ(type_of(&memory), 0);
   EXPECT_EQ(call("cudaFreeHost", pinned), 0);
   EXPECT_EQ(call("cudaFree", memory), 0);
+}
+
+/// Runs `body` in another process, which may open what this one has made.
+pid_t start(const std::function<bool()>& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body() ? 0 : 1);
+  return child;
+}
+
+bool ended_well(pid_t child) {
+  int status = -1;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+/// A cudaIpcMemHandle_t or a cudaIpcEventHandle_t.
+struct Handle {
+  char bytes[64];
+};
+
+TEST(PretendedIpc, MemoryIsOfTheProcessThatMadeItUntilOthersHaveClosedIt) {
+  void *memory = nullptr, *own = nullptr;
+  Handle handle;
+  ASSERT_EQ(allocate(&memory, 100), 0);
+  ASSERT_EQ(call("cudaIpcGetMemHandle", &handle, memory), 0);
+  EXPECT_EQ(call("cudaIpcOpenMemHandle", &own, handle, 1U), kInvalidHandle) << "as CUDA says";
+  int opened[2], closes[2];
+  ASSERT_EQ(pipe(opened) + pipe(closes), 0);
+  char byte = 0;
+  const pid_t child = start([&] {
+    void* other = nullptr;
+    pretended::PointerAttributes attributes;
+    const bool is_open = call("cudaIpcOpenMemHandle", &other, handle, 1U) == 0 &&
+                         call("cudaPointerGetAttributes", &attributes, other) == 0 &&
+                         attributes.type == 2 && call("cudaFree", other) == 1;
+    return write(opened[1], &byte, 1) == 1 && read(closes[0], &byte, 1) == 1 && is_open &&
+           call("cudaIpcCloseMemHandle", other) == 0 && call("cudaIpcCloseMemHandle", other) == 1;
+  });
+  ASSERT_EQ(read(opened[0], &byte, 1), 1);
+  EXPECT_DEATH(call("cudaFree", memory), "memory is freed that another process has open");
+  ASSERT_EQ(write(closes[1], &byte, 1), 1);
+  EXPECT_TRUE(ended_well(child));
+  EXPECT_EQ(call("cudaFree", memory), 0);
+}
+
+TEST(PretendedIpc, MemoryHoldsWhatIsCopiedThere) {
+  void *memory = nullptr, *unshared = nullptr;
+  Handle handle;
+  ASSERT_EQ(allocate(&memory, 100) + allocate(&unshared, 100), 0);
+  ASSERT_EQ(call("cudaIpcGetMemHandle", &handle, memory), 0);
+  const auto copy_one = [](void* to, const void* from) {
+    return copy(to, from, sizeof(int), nullptr);
+  };
+  const auto at = [](void* address, int place) { return static_cast<int*>(address) + place; };
+  const int written[] = {5, 6};
+  int read[] = {1, 1, 1};
+  ASSERT_EQ(copy_one(at(memory, 1), &written[0]), 0);
+  EXPECT_TRUE(ended_well(start([&] {
+    void* other = nullptr;
+    return call("cudaIpcOpenMemHandle", &other, handle, 1U) == 0 &&
+           copy_one(read, at(other, 1)) == 0 && read[0] == 5 &&
+           copy_one(at(other, 2), at(other, 1)) == 0 && call("cudaIpcCloseMemHandle", other) == 0;
+  })));
+  ASSERT_EQ(copy_one(unshared, &written[1]), 0);
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(copy_one(&read[i], at(memory, 2 * i)), 0);
+  ASSERT_EQ(copy_one(&read[2], unshared), 0);
+  EXPECT_EQ(std::vector<int>(read, read + 3), std::vector<int>({0, 5, 0}));
+  ASSERT_EQ(copy_one(at(memory, 2), unshared), 0);
+  ASSERT_EQ(copy_one(&read[1], at(memory, 2)), 0);
+  EXPECT_EQ(read[1], 0);
+  EXPECT_EQ(call("cudaFree", memory) + call("cudaFree", unshared), 0);
+}
+
+TEST(PretendedIpc, EventsAreMadeForIt) {
+  Handle handle;
+  EXPECT_EQ(call("cudaIpcGetEventHandle", &handle, make_event()), kInvalidHandle);
+  void* event = nullptr;
+  ASSERT_EQ(call("cudaEventCreateWithFlags", &event, 6U), 0);
+  ASSERT_EQ(call("cudaIpcGetEventHandle", &handle, event), 0);
+  EXPECT_EQ(call("cudaIpcOpenEventHandle", &event, handle), kInvalidHandle) << "its own";
+  EXPECT_TRUE(ended_well(start([&] {
+    void* other = nullptr;
+    return call("cudaIpcOpenEventHandle", &other, handle) == 0 && wait(make_stream(), other) == 0;
+  })));
+}
+
+TEST(PretendedIpc, CanBeLeftOut) {
+  void* memory = nullptr;
+  Handle handle;
+  ASSERT_EQ(allocate(&memory, 100), 0);
+  setenv("PRETENDED_CUDA_NO_IPC", "1", 1);
+  EXPECT_EQ(call("cudaIpcGetMemHandle", &handle, memory), kNotSupported);
+  unsetenv("PRETENDED_CUDA_NO_IPC");
 }
 
 TEST(PretendedCounts, OfLaunchesCopiesAndWaits) {

@@ -87,29 +87,56 @@ bool Machine::has(const void* address) const { return is_in(allocations_, addres
 
 bool Machine::is_pinned(const void* address) const { return is_in(pinned, address); }
 
+Error Machine::map(void** address, size_t bytes) {
+  void* found = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (found == MAP_FAILED) return fail(kMemoryAllocation);
+  allocations_[static_cast<const char*>(found)] = bytes;
+  *address = found;
+  return kSuccess;
+}
+
 Error Machine::allocate(void** address, size_t bytes) {
   ++counts_[kAllocations];
   *address = nullptr;
   if (const Error error = unsafe()) return error;
   bytes = (std::max<size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
   if (used_ + bytes > total_) return fail(kMemoryAllocation);
-  void* found = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (found == MAP_FAILED) return fail(kMemoryAllocation);
+  if (const Error error = map(address, bytes)) return error;
   used_ += bytes;
-  allocations_[static_cast<const char*>(found)] = bytes;
-  *address = found;
   return kSuccess;
 }
 
 Error Machine::release(void* address) {
   if (!address) return kSuccess;
   if (const Error error = unsafe()) return error;
+  const size_t bytes = size_of(address);
+  if (bytes == 0) return fail(kInvalidValue);
+  forget_shared(address);
+  munmap(address, bytes);
+  used_ -= bytes;
+  allocations_.erase(static_cast<const char*>(address));
+  return kSuccess;
+}
+
+Error Machine::open(void** address, size_t bytes) {
+  if (const Error error = unsafe()) return error;
+  if (const Error error = map(address, bytes)) return error;
+  opened_.insert(static_cast<const char*>(*address));
+  return kSuccess;
+}
+
+Error Machine::close(void* address) {
   const auto found = allocations_.find(static_cast<const char*>(address));
-  if (found == allocations_.end()) return fail(kInvalidValue);
+  if (!opened_.erase(static_cast<const char*>(address))) return fail(kInvalidValue);
   munmap(address, found->second);
-  used_ -= found->second;
   allocations_.erase(found);
   return kSuccess;
+}
+
+size_t Machine::size_of(const void* address) const {
+  const auto* at = static_cast<const char*>(address);
+  const auto found = allocations_.find(at);
+  return found == allocations_.end() || opened_.count(at) ? 0 : found->second;
 }
 
 Error Machine::copy(void* to, const void* from, size_t bytes, Stream* stream) {
@@ -118,8 +145,10 @@ Error Machine::copy(void* to, const void* from, size_t bytes, Stream* stream) {
   if (const Error error = work(stream, kind)) return error;
   if (capture_of(*stream)) return kSuccess;
   if (to_device && !from_device) read(from, bytes);
-  if (!to_device && from_device) std::memset(to, 0, bytes);
-  if (!to_device && !from_device) std::memmove(to, from, bytes);
+  void* const result = to_device ? shared_bytes(to) : to;
+  const void* const source = from_device ? shared_bytes(from) : from;
+  if (result && source) std::memmove(result, source, bytes);
+  if (result && !source) std::memset(result, 0, bytes);
   return kSuccess;
 }
 

@@ -11,8 +11,8 @@
 #include <thread>
 
 // The device that is pretended: the memory that it has given out, and its calls. Kernels compute
-// nothing and memory holds nothing, so all is done at once. Headers of CUDA are not needed: this
-// one and abi.h have the few types that matter.
+// nothing, and copies reach only memory that processes share, so all is done at once. Headers of
+// CUDA are not needed: this one and abi.h have the few types that matter.
 
 /// The library hides all but the functions in place of CUDA's.
 #define PRETENDED_API extern "C" __attribute__((visibility("default")))
@@ -30,6 +30,7 @@ enum Error : int {
   kAssert = 710,
   kAlreadyRegistered = 712,
   kNotRegistered = 713,
+  kNotSupported = 801,
   kCaptureUnsupported = 900,
   kCaptureInvalidated = 901,
   kCaptureMerge = 902,
@@ -80,6 +81,7 @@ struct Stream {
 };
 
 struct Event {
+  unsigned flags = 0;
   bool recorded = false;
   CapturePtr capture = nullptr;
   Before before = {};
@@ -105,12 +107,18 @@ class Machine {
   // Memory, which ends a program that touches it.
   Error allocate(void** address, size_t bytes);
   Error release(void* address);
+  /// The same for memory of another process.
+  Error open(void** address, size_t bytes);
+  Error close(void* address);
+  /// Bytes of memory made here; 0 for other addresses.
+  size_t size_of(const void* address) const;
   bool has(const void* address) const;
   bool is_pinned(const void* address) const;
   size_t total() const { return total_; }
   size_t used() const { return used_; }
 
-  /// Copies between memory of the host; memory of the device is not looked at, and reads as 0.
+  /// Copies between memory of the host and what processes share; other memory of the device is not
+  /// looked at, and reads as 0.
   Error copy(void* to, const void* from, size_t bytes, Stream* stream);
 
   // Captures.
@@ -146,8 +154,10 @@ class Machine {
  private:
   Machine();
   Error add_node(Capture& capture, Stream* stream);
+  Error map(void** address, size_t bytes);
 
   std::map<const char*, size_t> allocations_;  // sizes by address
+  std::set<const char*> opened_;               // those of other processes
   size_t total_;
   size_t used_ = 0;
   Stream default_ = {/*blocking=*/true};
@@ -155,6 +165,12 @@ class Machine {
   uint64_t ids_ = 0;
   std::array<size_t, kCounts> counts_ = {};
 };
+
+/// Where what such memory holds lies; null if no processes share it.
+char* shared_bytes(const void* address);
+
+/// Memory made here is freed: ends the program if another process has it open.
+void forget_shared(const void* memory);
 
 /// State of a thread: the mode that it asked for, and the last error that it was told.
 struct Thread {

@@ -145,6 +145,8 @@ PRETENDED_API const char* cudaGetErrorString(int error) {
       return "invalid resource handle";
     case kAssert:
       return "device-side assert triggered";
+    case kNotSupported:
+      return "operation not supported";
     case kCaptureUnsupported:
       return "operation not permitted when stream is capturing";
     case kCaptureInvalidated:
@@ -313,8 +315,8 @@ PRETENDED_API int cudaStreamAddCallback(void* stream, void (*call)(void*, int, v
   return kSuccess;
 }
 
-PRETENDED_API int cudaEventCreateWithFlags(Event** event, unsigned /*flags*/) {
-  *event = new Event;
+PRETENDED_API int cudaEventCreateWithFlags(Event** event, unsigned flags) {
+  *event = new Event{flags};
   return kSuccess;
 }
 
