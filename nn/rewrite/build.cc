@@ -11,6 +11,7 @@
 #include "graph/leaf.h"
 #include "graph/visit.h"
 #include "nn/rewrite/graph_writer.h"
+#include "nn/rewrite/legality.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -49,6 +50,7 @@ class Builder final : public GraphWriter {
     add_givens();
     for (size_t i = 0; i < whole_.operators.size(); ++i) add_call(i);
     add_ends();
+    place_the_rest();
     for (ValueId id : ids_) {
       result_.map.values.emplace_back();
       if (id != kUndefined) result_.map.values.back().push_back(id);
@@ -82,6 +84,7 @@ class Builder final : public GraphWriter {
       const auto [set, is_new] = set_of.try_emplace(value.alias_set, graph().alias_sets);
       if (is_new) ++graph().alias_sets;
       ids_[v] = add_value(value, meta, -1, set->second);
+      place(ids_[v], layout);
       conversions_.add(static_cast<ValueId>(v), layout, ids_[v]);
     }
     for (ValueId input : whole_.inputs) {
@@ -194,6 +197,7 @@ class Builder final : public GraphWriter {
   /// is contiguous here), a write must not reach both. Nor may it reach one only where the recorded
   /// results were views.
   void keep_apart(const Call& call, std::vector<ValueId>& results) {
+    place_results(call, results);
     std::set<int> recorded;
     for (ValueId value : call.tensors()) recorded.insert(whole_.values[value].alias_set);
     for (size_t r = 0; r < results.size(); ++r) {
@@ -291,8 +295,19 @@ class Builder final : public GraphWriter {
     count(op.scope, moved);
   }
 
+  void place_results(const Call& call, const std::vector<ValueId>& results) {
+    size_t defined = 0;
+    for (size_t r = 0; r < results.size(); ++r) {
+      if (call.op().results[r] == kUndefined) continue;
+      if (results[r] != kUndefined) place(results[r], treatment_->results[defined]);
+      ++defined;
+    }
+  }
+
   /// The results of the whole graph's operator are those of its last ones here.
   void adopt_results(const Call& call, const std::vector<ValueId>& results) {
+    place_results(call, results);
+    const bool communicates = is_collective(call.op());
     size_t defined = 0;
     for (size_t r = 0; r < call.op().results.size(); ++r) {
       const ValueId result = call.op().results[r];
@@ -318,6 +333,7 @@ class Builder final : public GraphWriter {
       }
       value.meta.requires_grad = whole.meta.requires_grad;
       ids_[result] = own;
+      if (communicates) result_.made_by_modules.insert(own);
       conversions_.add(result, layout, own);
       if (outcome_.layouts[result] != layout) bring_home(result, layout);
     }

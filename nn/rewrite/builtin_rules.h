@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 
 #include "nn/rewrite/rule.h"
@@ -9,6 +10,11 @@
 namespace smp::nn::rewrite {
 
 using RuleTable = std::map<std::string, Rule>;
+
+/// The rule of an operator whose first argument stays as it is divided: whatever shares the factor
+/// is divided so, and other arguments are shared. Sums of parts go through what is linear. Nothing
+/// if that is not legal.
+std::optional<Treatment> follow(const Call& call);
 
 /// Operators that keep elements and give them other places: views, permutations, slices, joins.
 RuleTable shape_rules();

@@ -2,6 +2,7 @@
 #include "nn/rewrite/call.h"
 
 #include <algorithm>
+#include <numeric>
 #include <set>
 
 #include "graph/visit.h"
@@ -145,6 +146,37 @@ bool is_rearrangement(const std::string& base_name) {
       "aten::select", "aten::slice",     "aten::split",      "aten::t",
       "aten::to",     "aten::transpose", "aten::unsqueeze",  "aten::view"};
   return names.count(base_name) > 0;
+}
+
+std::vector<int> order_of(const Call& call) {
+  const int count = call.dim(0);
+  std::vector<int> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  const auto wrap = [&](int64_t dim) { return static_cast<int>(dim < 0 ? dim + count : dim); };
+  const std::string& name = call.base_name();
+  if (name == "aten::permute") {
+    const auto dims = call.integers("dims");
+    for (int d = 0; d < count; ++d) order[d] = wrap((*dims)[d]);
+  } else if (name == "aten::movedim") {
+    const auto source = call.integers("source"), destination = call.integers("destination");
+    if (source->size() != 1) return {};
+    order.erase(order.begin() + wrap((*source)[0]));
+    order.insert(order.begin() + wrap((*destination)[0]), wrap((*source)[0]));
+  } else if (name == "aten::t" || name == "aten::numpy_T" || name == "aten::mT") {
+    if (count < 2) return order;
+    if (name == "aten::numpy_T") {
+      std::reverse(order.begin(), order.end());
+    } else {
+      std::swap(order[count - 2], order[count - 1]);
+    }
+  } else {
+    const bool axes = call.argument("axis0") >= 0;
+    const auto first = call.integers(axes ? "axis0" : "dim0");
+    const auto second = call.integers(axes ? "axis1" : "dim1");
+    if (!first || !second) return {};
+    if (count > 0) std::swap(order[wrap((*first)[0])], order[wrap((*second)[0])]);
+  }
+  return order;
 }
 
 bool comes_from_parameter(const graph::Graph& graph, ValueId value) {

@@ -26,6 +26,7 @@ using Pins = std::map<graph::ValueId, Layout>;
 /// The layouts of a graph's values, as far as they are known.
 struct Layouts {
   std::vector<Layout> of;  ///< layout of each value
+  bool are_local = false;  ///< the graph is divided: sizes and numbers in it are a rank's
   /// Whether each value is an activation that is divided because a pin says so, or because its
   /// sources are, element for element.
   std::vector<char> in_stream;
@@ -129,7 +130,16 @@ class Call {
   std::optional<int> dimension(const char* name) const;
 
   const Layout& layout(int position) const { return layouts_.of[tensors_[position]]; }
+  const Layout& layout_of(graph::ValueId value) const { return layouts_.of[value]; }
   bool divided(int position) const { return layout(position).is_divided(); }
+  bool divided_along(int position, int dim) const {
+    return divided(position) && layout(position).dim == dim;
+  }
+  /// The size of a dimension on a rank, while the argument lies as it does.
+  int64_t local_size(int position, int dim) const {
+    const int64_t size = meta(position).sizes[dim];
+    return layouts_.are_local || !divided_along(position, dim) ? size : size / ranks_;
+  }
   /// See `Layouts::in_stream`.
   bool in_stream(int position) const { return layouts_.in_stream[tensors_[position]] != 0; }
   /// The layout to which a result will be brought; nothing if it stays as it is made.
@@ -185,6 +195,10 @@ bool is_product(const std::string& base_name);
 
 /// True for an operator ("aten::transpose") whose results have the elements of its first argument.
 bool is_rearrangement(const std::string& base_name);
+
+/// The dimensions of the first tensor in the order in which the result of `permute`, `transpose`
+/// and the like has them; none if the operator is not understood.
+std::vector<int> order_of(const Call& call);
 
 /// True for a parameter, and for a value that only rearranges one.
 bool comes_from_parameter(const graph::Graph& graph, graph::ValueId value);

@@ -129,6 +129,7 @@ DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   divided.whole_us = choice.whole_us;
   divided.divided_us = outcome.us;
   decide(propagation, choice, outcome, options, divided);
+  check_layouts(divided, divided.graph);
   for (const Call& call : propagation.calls()) {
     const bool wanted = !call.attention_form().is_as_captured() || call.is_residual_sum();
     if (wanted && outcome.treatments[call.index()].emit != nullptr) {

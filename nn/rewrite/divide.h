@@ -9,6 +9,7 @@
 
 #include "graph/graph.h"
 #include "graph/graph_map.h"
+#include "smp/nn/layout.h"
 #include "smp/nn/parameter_split.h"
 #include "smp/tensor_parallelism_options.h"
 
@@ -77,7 +78,11 @@ struct Traffic {
 /// parts that depend on the rank are inside the operators `smp::tp_*`.
 struct DividedGraph {
   graph::Graph graph;
-  int ranks = 1;  ///< size of the group
+  int ranks = 1;                ///< size of the group
+  std::vector<Layout> layouts;  ///< layout of each value of `graph`, sums over the ranks among them
+  /// Results of operators that communicate because a module of smp::nn called them, which alone
+  /// knows how they lie. The graph takes them for whole.
+  std::set<graph::ValueId> made_by_modules;
   /// From the whole graph. A value stands for one as its operator makes it, which may be brought to
   /// another layout at once; numbers that decided how an operator was divided must stay.
   graph::GraphMap map;
@@ -108,6 +113,12 @@ std::string why_not(const graph::Graph& whole, const DivideOptions& options);
 /// `UsageError` if a parameter that `fixed` names has other sizes, or if a registered rule is
 /// wrong.
 DividedGraph divide(const graph::Graph& whole, const DivideOptions& options);
+
+/// Throws unless every operator of a divided graph computes, on what the ranks hold, what the
+/// layouts of its results say (`is_legal`), and inputs, outputs and roots are whole. `graph` is the
+/// divided one, or what a later pass made of it with the same values: another order. `divide`
+/// checks its own result.
+void check_layouts(const DividedGraph& divided, const graph::Graph& graph);
 
 /// A table of every parameter's division, and of the traffic.
 std::string report(const DividedGraph& divided);

@@ -7,6 +7,7 @@
 
 #include "graph/random.h"
 #include "graph/visit.h"
+#include "nn/rewrite/legality.h"
 
 namespace smp::nn::rewrite {
 
@@ -112,7 +113,28 @@ ValueId GraphWriter::add_value(Value value, const TensorMeta& meta, int producer
   value.producer = producer;
   value.alias_set = alias_set;
   graph().values.push_back(std::move(value));
+  result_.layouts.emplace_back();
+  placed_.push_back(0);
   return static_cast<ValueId>(graph().values.size() - 1);
+}
+
+void GraphWriter::place(ValueId value, const Layout& layout) {
+  result_.layouts[value] = layout;
+  placed_[value] = 1;
+}
+
+void GraphWriter::place_the_rest() {
+  Layouts layouts = layouts_in(graph(), std::move(result_.layouts));
+  for (size_t i = 0; i < graph().operators.size(); ++i) {
+    const Call own(graph(), i, options_.ranks, layouts);
+    const auto is_placed = [&](ValueId value) { return placed_[value] != 0; };
+    if (std::all_of(own.results().begin(), own.results().end(), is_placed)) continue;
+    const std::vector<Layout> made = legal_results(own);
+    for (size_t r = 0; r < made.size(); ++r) {
+      if (!is_placed(own.results()[r])) layouts.of[own.results()[r]] = made[r];
+    }
+  }
+  result_.layouts = std::move(layouts.of);
 }
 
 std::vector<ValueId> GraphWriter::add_on_shapes(Operator op) {
@@ -237,6 +259,7 @@ ValueId GraphWriter::convert(ValueId value, const Conversion& step, ValueId from
       rewrite::traffic_of(step.collective, whole.nbytes(), gradient.sent, options_.ranks);
   const int set = shares ? graph().values[from].alias_set : graph().alias_sets++;
   const ValueId id = add_conversion(std::move(op), meta, set, shares ? 0 : meta.nbytes());
+  place(id, step.to);
   Operator& added = graph().operators.back();
   std::tie(added.cost.forward_us, added.cost.backward_us) = times_of(moved, options_);
   count(added.scope, moved);

@@ -39,6 +39,11 @@ class GraphWriter : public Emitter {
 
   graph::ValueId add_value(graph::Value value, const graph::TensorMeta& meta, int producer,
                            int alias_set);
+  /// Notes how a value of the divided graph lies.
+  void place(graph::ValueId value, const Layout& layout);
+  /// Finds out how the values lie of which nothing was noted: those between the operators that a
+  /// rule writes. To be called at the end.
+  void place_the_rest();
   /// Adds an operator whose results follow from its arguments.
   std::vector<graph::ValueId> add_on_shapes(graph::Operator op);
   /// Adds an operator with results of these shapes, in these alias sets.
@@ -64,6 +69,7 @@ class GraphWriter : public Emitter {
   const graph::Graph& whole_;
   const DivideOptions& options_;
   DividedGraph result_;
+  std::vector<char> placed_;                // whether it was noted how each value lies
   std::set<graph::ValueId> requires_grad_;  // in the divided graph, though made without
   const Call* call_ = nullptr;              // null: at the end
   const Treatment* treatment_ = nullptr;

@@ -58,7 +58,7 @@ std::optional<Layout> through_view(c10::IntArrayRef from, const Layout& layout, 
     const int64_t inner = product(to, d + 1);
     if (inner == 0 || stride % inner != 0) continue;
     const int64_t part = stride / inner;
-    if (to[d] % (part * ranks) != 0) continue;
+    if (to[d] == 0 || to[d] % (part * ranks) != 0) continue;
     return Layout::divided(static_cast<int>(d), to[d] / (part * ranks));
   }
   return std::nullopt;

@@ -30,21 +30,18 @@ const RuleTable& builtin() {
   return rules;
 }
 
-/// The name without the underscore of an operator that works in place.
-std::string base_of(const graph::Operator& op) {
-  std::string name = op.handle.operator_name().name;
-  if (name.back() == '_' && !op.writes.empty()) name.pop_back();
-  return name;
-}
-
 /// "ns::name.overload" comes before "ns::name"; "ns::name." is for no overload only.
 Rule find(const RuleTable& rules, const graph::Operator& op) {
-  const std::string name = base_of(op);
-  for (const std::string& key : {name + "." + op.handle.operator_name().overload_name, name}) {
-    const auto found = rules.find(key);
+  for (const std::string& name : names_of(op)) {
+    const auto found = rules.find(name);
     if (found != rules.end()) return found->second;
   }
   return nullptr;
+}
+
+Rule find_registered(const graph::Operator& op) {
+  const std::lock_guard<std::mutex> lock(registered().mutex);
+  return find(registered().rules, op);
 }
 
 /// True for the overloads that are given the tensor of their result ("out", "int_out", "out_mode";
@@ -64,12 +61,18 @@ void register_rule(const std::string& operator_name, Rule rule) {
 }
 
 Rule rule_of(const graph::Operator& op) {
-  if (writes_another(op.handle.operator_name().overload_name)) return nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(registered().mutex);
-    if (const Rule own = find(registered().rules, op)) return own;
-  }
-  return find(builtin(), op);
+  const Rule own = find_registered(op);
+  return own ? own : find(builtin(), op);
+}
+
+bool is_promised(const graph::Operator& op) { return find_registered(op) != nullptr; }
+
+std::vector<std::string> names_of(const graph::Operator& op) {
+  std::string name = op.handle.operator_name().name;
+  const std::string& overload = op.handle.operator_name().overload_name;
+  if (writes_another(overload)) return {};
+  if (name.back() == '_' && !op.writes.empty()) name.pop_back();
+  return {name + "." + overload, name};
 }
 
 }  // namespace smp::nn::rewrite

@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "nn/rewrite/call.h"
 
@@ -23,6 +24,14 @@ void register_rule(const std::string& operator_name, Rule rule);
 
 /// The rule for an operator; null if there is none.
 Rule rule_of(const graph::Operator& op);
+
+/// True if it is a registered one, whose promise is all that is known of the operator.
+bool is_promised(const graph::Operator& op);
+
+/// The names under which an operator is found in tables, the first that is there:
+/// "ns::name.overload" and "ns::name", without the underscore of one that works in place. None for
+/// overloads that are given the tensor of their result.
+std::vector<std::string> names_of(const graph::Operator& op);
 
 /// Each element of the results follows from one element of each argument, after broadcasting: the
 /// rule of `mul`, `gelu` or `where`. For `register_rule`.

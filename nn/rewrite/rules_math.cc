@@ -6,6 +6,7 @@
 
 #include "nn/rewrite/builtin_rules.h"
 #include "nn/rewrite/emitter.h"
+#include "nn/rewrite/factors.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -98,89 +99,15 @@ Result sums(const Call& call) {
   return treatment;
 }
 
-/// Halves of a dimension are multiplied: each half must be of whole blocks.
-Result glu(const Call& call) {
-  if (!call.divided(0)) return std::nullopt;
-  Layout layout = call.layout(0);
-  Treatment treatment = call.all_whole();
-  treatment.arguments[0] = layout;
-  if (*call.dimension("dim") == layout.dim) {
-    if (layout.blocks % 2 != 0) return std::nullopt;
-    layout.blocks /= 2;
-  }
-  treatment.results[0] = layout;
-  return treatment;
-}
-
 /// Groups of channels: divided by samples, or by channels where no group is cut.
 Result group_norm(const Call& call) {
-  if (!call.divided(0)) return std::nullopt;
-  const Layout& layout = call.layout(0);
-  if (layout.dim == 0) {
-    Treatment treatment = call.all_shared();
-    treatment.arguments[0] = treatment.results[0] = layout;
-    return treatment;
+  Result treatment = follow(call);
+  if (treatment && call.divided_along(0, 1)) {
+    const int64_t groups = call.constant("num_groups").toInt();
+    treatment->constants.emplace_back(call.argument("num_groups"), groups / call.ranks());
   }
-  const int64_t groups = call.constant("num_groups").toInt();
-  if (layout.dim != 1 || groups % (layout.blocks * call.ranks()) != 0) return std::nullopt;
-  Treatment treatment = call.all_whole();
-  std::fill(treatment.arguments.begin(), treatment.arguments.end(),
-            Layout::divided(0, layout.blocks));
-  treatment.arguments[0] = treatment.results[0] = layout;
-  treatment.constants.emplace_back(call.argument("num_groups"), groups / call.ranks());
   return treatment;
 }
-
-const char* const kElementwise[] = {
-    "abs",          "acos",          "acosh",       "add",         "addcdiv",     "addcmul",
-    "alias",        "asin",          "asinh",       "atan",        "atan2",       "atanh",
-    "bitwise_and",  "bitwise_not",   "bitwise_or",  "bitwise_xor", "ceil",        "celu",
-    "clamp",        "clamp_max",     "clamp_min",   "clip",        "clone",       "contiguous",
-    "copy",         "copysign",      "cos",         "cosh",        "detach",      "div",
-    "divide",       "elu",           "empty_like",  "eq",          "erf",         "erfc",
-    "erfinv",       "exp",           "exp2",        "expm1",       "fill",        "floor",
-    "floor_divide", "fmod",          "frac",        "full_like",   "ge",          "gelu",
-    "greater",      "greater_equal", "gt",          "hardshrink",  "hardsigmoid", "hardswish",
-    "hardtanh",     "isfinite",      "isinf",       "isnan",       "le",          "leaky_relu",
-    "lerp",         "less",          "less_equal",  "lgamma",      "log",         "log10",
-    "log1p",        "log2",          "log_sigmoid", "logaddexp",   "logical_and", "logical_not",
-    "logical_or",   "logical_xor",   "logit",       "lt",          "masked_fill", "maximum",
-    "minimum",      "mish",          "mul",         "multiply",    "nan_to_num",  "ne",
-    "neg",          "negative",      "not_equal",   "ones_like",   "positive",    "pow",
-    "reciprocal",   "relu",          "relu6",       "remainder",   "round",       "rsqrt",
-    "rsub",         "selu",          "sgn",         "sigmoid",     "sign",        "silu",
-    "sin",          "sinc",          "sinh",        "softplus",    "softshrink",  "sqrt",
-    "square",       "sub",           "subtract",    "tan",         "tanh",        "threshold",
-    "true_divide",  "trunc",         "where",       "xlogy",       "zero",        "zeros_like"};
-
-/// Operators whose argument `dim` names the dimensions that they work along.
-const char* const kAlongDim[] = {"all.dim",
-                                 "amax",
-                                 "amin",
-                                 "any.dim",
-                                 "argmax",
-                                 "argmin",
-                                 "cummax",
-                                 "cummin",
-                                 "cumprod",
-                                 "cumsum",
-                                 "linalg_vector_norm",
-                                 "log_softmax.int",
-                                 "logcumsumexp",
-                                 "logsumexp",
-                                 "max.dim",
-                                 "min.dim",
-                                 "norm.ScalarOpt_dim",
-                                 "prod.dim_int",
-                                 "softmax.int",
-                                 "_safe_softmax",
-                                 "sort",
-                                 "sort.stable",
-                                 "std.correction",
-                                 "std.dim",
-                                 "topk",
-                                 "var.correction",
-                                 "var.dim"};
 
 /// The divided argument that the others follow: one that is divided like a stream, if it may; -1:
 /// none.
@@ -201,7 +128,6 @@ std::optional<Treatment> elementwise(const Call& call) {
   if (call.results().empty()) return std::nullopt;
   const auto& result = call.result_meta().sizes;
   const int place = call.layout(first).dim - call.dim(first);  // from the end
-  const int64_t blocks = call.layout(first).blocks;
   const int result_dim = place + static_cast<int>(result.size());
   if (result_dim < 0 || result[result_dim] != call.meta(first).sizes[call.layout(first).dim]) {
     return std::nullopt;
@@ -216,7 +142,7 @@ std::optional<Treatment> elementwise(const Call& call) {
       if (call.divided(i)) return std::nullopt;
       continue;
     }
-    const Layout wanted = Layout::divided(dim, blocks);
+    const Layout wanted = call.layout(first).along(dim);
     treatment.arguments[i] = wanted;
     if (call.layout(i) == wanted || call.may_become(i, wanted) || call.is_free_of_gradient(i)) {
       continue;
@@ -229,7 +155,7 @@ std::optional<Treatment> elementwise(const Call& call) {
     return call.in_stream(first) ? Result(refused) : Result();
   // A residual stream that is whole stays so: terms added to it are joined.
   if (costs && is_sum(call) && !call.in_stream(first)) return refused;
-  for (Layout& layout : treatment.results) layout = Layout::divided(result_dim, blocks);
+  for (Layout& layout : treatment.results) layout = call.layout(first).along(result_dim);
   return treatment;
 }
 
@@ -255,13 +181,14 @@ std::optional<Treatment> along_dims(const Call& call, const char* argument) {
 
 RuleTable math_rules() {
   RuleTable rules;
-  for (const char* name : kElementwise) rules[std::string("aten::") + name] = elementwise;
+  for (const char* name : elementwise_operators())
+    rules[std::string("aten::") + name] = elementwise;
   rules["aten::max.other"] = elementwise;
   rules["aten::min.other"] = elementwise;
   for (const char* name : {"to", "_to_copy", "type_as"}) {
     rules[std::string("aten::") + name] = to_other;
   }
-  for (const char* name : kAlongDim) {
+  for (const char* name : operators_along_dim()) {
     rules[std::string("aten::") + name] = [](const Call& call) { return along_dims(call, "dim"); };
   }
   for (const char* name : {"sum", "sum.dim_IntList", "mean", "mean.dim"}) {
@@ -275,7 +202,7 @@ RuleTable math_rules() {
   for (const char* name : {"tril", "triu"}) {
     rules[std::string("aten::") + name] = [](const Call& call) { return along_last(call, 2); };
   }
-  rules["aten::glu"] = glu;
+  rules["aten::glu"] = follow;
   rules["aten::group_norm"] = group_norm;
   return rules;
 }

@@ -50,15 +50,15 @@ class ProductRule {
       const Layout& layout = call_.layout(b);
       const Role role = role_in_b(layout.dim);
       if (role == Role::kColumns) return columns(layout);
-      if (role == Role::kInner) return inner(layout.blocks);
-      return batch(layout.dim - call_.dim(b), layout.blocks);
+      if (role == Role::kInner) return inner(layout);
+      return batch(layout.dim - call_.dim(b), layout);
     }
     if (!call_.divided(a)) return std::nullopt;
     const Layout& layout = call_.layout(a);
     const Role role = role_in_a(layout.dim);
-    if (role == Role::kInner) return inner(layout.blocks);
+    if (role == Role::kInner) return inner(layout);
     if (role == Role::kRows) return rows(layout);
-    return batch(layout.dim - call_.dim(a), layout.blocks);
+    return batch(layout.dim - call_.dim(a), layout);
   }
 
  private:
@@ -102,18 +102,18 @@ class ProductRule {
     if (product_.bias < 0) return;
     const int dim = result.dim - result_dim() + call_.dim(product_.bias);
     const bool full = dim >= 0 && call_.meta(product_.bias).sizes[dim] > 1;
-    if (full) ask(product_.bias, Layout::divided(dim, result.blocks));
+    if (full) ask(product_.bias, result.along(dim));
   }
 
-  Result divided_result(int dim, int64_t blocks) {
-    treatment_.results[0] = Layout::divided(dim, blocks);
-    ask_bias(treatment_.results[0]);
+  Result divided_result(const Layout& layout) {
+    treatment_.results[0] = layout;
+    ask_bias(layout);
     return treatment_;
   }
 
   Result columns(const Layout& layout) {
     treatment_.arguments[product_.b] = layout;
-    divided_result(result_dim() - 1, layout.blocks);
+    divided_result(layout.along(result_dim() - 1));
     if (gathers_inside()) {
       treatment_.arguments[product_.a] = call_.layout(product_.a);
       treatment_.gathered = product_.a;
@@ -128,7 +128,7 @@ class ProductRule {
     const int a = product_.a, b = product_.b;
     return call_.in_stream(a) && call_.divided(a) && call_.layout(a).blocks == 1 &&
            call_.layout(a).dim != inner_of_a() && call_.dim(b) == 2 && call_.has_gradient(b) &&
-           (product_.bias < 0 || call_.dim(product_.bias) == 1) &&
+           (product_.bias < 0 || treatment_.arguments[product_.bias] == call_.layout(b).along(0)) &&
            product_.emit_gathered != nullptr;
   }
 
@@ -136,17 +136,17 @@ class ProductRule {
     treatment_.arguments[product_.a] = layout;
     const bool aligned_at_end = call_.dim(product_.b) > 2;
     const int dim = aligned_at_end ? layout.dim - call_.dim(product_.a) + result_dim() : layout.dim;
-    return divided_result(dim, layout.blocks);
+    return divided_result(layout.along(dim));
   }
 
   /// Both operands are divided along the summed dimension, so every rank has a part of the sum.
-  Result inner(int64_t blocks) {
+  Result inner(const Layout& layout) {
     if (!comes_from_parameter(call_.graph(), call_.tensors()[product_.b]) &&
         !comes_from_parameter(call_.graph(), call_.tensors()[product_.a])) {
       return std::nullopt;  // the scores of attention, say: heads are not cut
     }
-    ask(product_.a, Layout::divided(inner_of_a(), blocks));
-    ask(product_.b, Layout::divided(inner_of_b(), blocks));
+    ask(product_.a, layout.along(inner_of_a()));
+    ask(product_.b, layout.along(inner_of_b()));
     // Cutting a weight that cannot be divided would move it: the other operand is joined instead.
     const auto& wishes = treatment_.wishes;
     const auto is_of_b = [&](const Treatment::Wish& wish) { return wish.position == product_.b; };
@@ -157,10 +157,10 @@ class ProductRule {
     }
     if (product_.emit_sum == nullptr) return std::nullopt;
     treatment_.arguments[product_.bias] = Layout::whole();
-    if (const auto layout = layout_of_sum(call_)) {
-      treatment_.results[0] = *layout;
+    if (const auto sum = layout_of_sum(call_)) {
+      treatment_.results[0] = *sum;
       treatment_.arguments[product_.bias] = Layout::shared();
-      ask_bias(*layout);
+      ask_bias(*sum);
     }
     treatment_.emit = product_.emit_sum;
     treatment_.reduced_bytes = call_.result_meta().nbytes();
@@ -168,15 +168,15 @@ class ProductRule {
   }
 
   /// Many products: those at `place` from the end of the operands belong to ranks.
-  Result batch(int place, int64_t blocks) {
+  Result batch(int place, const Layout& layout) {
     for (int position : {product_.a, product_.b}) {
       const int dim = place + call_.dim(position);
       const bool broadcast = dim < 0 || call_.meta(position).sizes[dim] == 1;
-      if (!broadcast) ask(position, Layout::divided(dim, blocks));
+      if (!broadcast) ask(position, layout.along(dim));
       if (broadcast && call_.divided(position)) return std::nullopt;
     }
     const int rows_left_out = call_.dim(product_.a) == 1 ? 1 : 0;
-    return divided_result(place + result_dim() + rows_left_out, blocks);
+    return divided_result(layout.along(place + result_dim() + rows_left_out));
   }
 
   const Call& call_;
@@ -318,10 +318,9 @@ Result convolution(const Call& call) {
   if (call.dim(0) != call.dim(1) || !groups || (*groups)[0] != 1) return std::nullopt;
   Treatment treatment = call.all_shared();
   if (call.divided(1) && call.layout(1).dim == 0) {
-    const int64_t blocks = call.layout(1).blocks;
     treatment.arguments[1] = call.layout(1);
-    if (has_bias) treatment.arguments[2] = Layout::divided(0, blocks);
-    treatment.results[0] = Layout::divided(1, blocks);
+    if (has_bias) treatment.arguments[2] = call.layout(1);
+    treatment.results[0] = call.layout(1).along(1);
     return treatment;
   }
   const int position = call.divided(1) ? 1 : 0;
@@ -372,7 +371,7 @@ Result embedding(const Call& call) {
   treatment.arguments[0] = layout;
   if (layout.dim == 1) {
     const auto last = static_cast<int>(call.result_meta().sizes.size()) - 1;
-    treatment.results[0] = Layout::divided(last, layout.blocks);
+    treatment.results[0] = layout.along(last);
     return treatment;
   }
   if (layout.blocks != 1) return std::nullopt;

@@ -2,8 +2,6 @@
 // Rules of operators that keep elements and give them other places.
 
 #include <algorithm>
-#include <numeric>
-#include <set>
 
 #include "nn/rewrite/builtin_rules.h"
 #include "nn/rewrite/emitter.h"
@@ -12,22 +10,6 @@ namespace smp::nn::rewrite {
 namespace {
 
 using Result = std::optional<Treatment>;
-
-/// The one tensor stays divided, and the results are divided so.
-Treatment divided_like(const Call& call, const Layout& result) {
-  Treatment treatment = call.all_shared();
-  treatment.arguments[0] = call.layout(0);
-  for (Layout& layout : treatment.results) layout = result;
-  return treatment;
-}
-
-/// A sum of parts stays one if no other operator needs the sum.
-Result stays_partial(const Call& call) {
-  if (!call.layout(0).is_partial() || call.users(0).size() != 1 || call.in_place()) {
-    return std::nullopt;
-  }
-  return divided_like(call, Layout::partial());
-}
 
 c10::IValue local_list(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
   const Sizes local = local_sizes(sizes, layout, ranks);
@@ -54,23 +36,24 @@ void localize_unflattened(const Call& call, Treatment& treatment) {
 }
 
 Result reshapes(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
+  if (!call.divided(0)) return follow(call);
   const auto& from = call.meta(0).sizes;
   const auto& to = call.result_meta().sizes;
   const auto layout = through_view(from, call.layout(0), to, call.ranks());
+  Treatment treatment = call.all_whole();
   if (!layout) {
-    Treatment treatment = call.all_whole();
     treatment.obstacle_parts = parts_in_view(from, call.layout(0), to, call.ranks());
     return treatment;
   }
-  Treatment treatment = divided_like(call, *layout);
+  treatment.arguments[0] = call.layout(0);
+  treatment.results[0] = *layout;
   localize(call, "size", treatment);
   localize(call, "shape", treatment);
   localize_unflattened(call, treatment);
   return treatment;
 }
 
-/// `view_as` and `reshape_as`: of the other tensor only the sizes matter.
+/// `view_as` and `reshape_as`: of the other tensor only the sizes matter, those of the whole.
 std::vector<graph::ValueId> emit_reshape(Emitter& emitter, const Call& call,
                                          const Treatment& treatment) {
   const char* name = call.base_name() == "aten::view_as" ? "aten::view" : "aten::reshape";
@@ -84,173 +67,56 @@ Result reshapes_as(const Call& call) {
   if (!call.divided(0)) return std::nullopt;
   Result treatment = reshapes(call);
   treatment->arguments[1] = call.layout(1);
-  if (treatment->results[0].is_divided()) treatment->emit = emit_reshape;
+  treatment->emit = emit_reshape;
   return treatment;
 }
 
 Result expands(const Call& call) {
   if (!call.divided(0)) return std::nullopt;
-  Layout layout = call.layout(0);
-  layout.dim += static_cast<int>(call.result_meta().sizes.size()) - call.dim(0);
-  Treatment treatment = divided_like(call, layout);
-  localize(call, "size", treatment);
+  Result treatment = follow(call);
+  if (treatment) localize(call, "size", *treatment);
   return treatment;
 }
 
 Result repeats(const Call& call) {
-  const auto repeats = call.integers("repeats");
-  if (!call.divided(0) || !repeats) return std::nullopt;
-  Layout layout = call.layout(0);
-  layout.dim += static_cast<int>(repeats->size()) - call.dim(0);
-  if ((*repeats)[layout.dim] != 1) return std::nullopt;
-  return divided_like(call, layout);
-}
-
-/// The dimensions of the first tensor in the order in which the result has them; none if the
-/// operator is not understood.
-std::vector<int> order_of(const Call& call) {
-  const int count = call.dim(0);
-  std::vector<int> order(count);
-  std::iota(order.begin(), order.end(), 0);
-  const auto wrap = [&](int64_t dim) { return static_cast<int>(dim < 0 ? dim + count : dim); };
-  const std::string& name = call.base_name();
-  if (name == "aten::permute") {
-    const auto dims = call.integers("dims");
-    for (int d = 0; d < count; ++d) order[d] = wrap((*dims)[d]);
-  } else if (name == "aten::movedim") {
-    const auto source = call.integers("source"), destination = call.integers("destination");
-    if (source->size() != 1) return {};
-    order.erase(order.begin() + wrap((*source)[0]));
-    order.insert(order.begin() + wrap((*destination)[0]), wrap((*source)[0]));
-  } else if (name == "aten::t" || name == "aten::numpy_T" || name == "aten::mT") {
-    if (count < 2) return order;
-    if (name == "aten::numpy_T") {
-      std::reverse(order.begin(), order.end());
-    } else {
-      std::swap(order[count - 2], order[count - 1]);
-    }
-  } else {
-    const bool axes = call.argument("axis0") >= 0;
-    const auto first = call.integers(axes ? "axis0" : "dim0");
-    const auto second = call.integers(axes ? "axis1" : "dim1");
-    if (!first || !second) return {};
-    if (count > 0) std::swap(order[wrap((*first)[0])], order[wrap((*second)[0])]);
-  }
-  return order;
-}
-
-Result permutes(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
-  const std::vector<int> order = order_of(call);
-  const auto found = std::find(order.begin(), order.end(), call.layout(0).dim);
-  if (found == order.end()) return std::nullopt;
-  return divided_like(
-      call, Layout::divided(static_cast<int>(found - order.begin()), call.layout(0).blocks));
-}
-
-Result unsqueezes(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
-  int64_t dim = (*call.integers("dim"))[0];
-  if (dim < 0) dim += call.dim(0) + 1;
-  Layout layout = call.layout(0);
-  layout.dim += dim <= layout.dim ? 1 : 0;
-  return divided_like(call, layout);
-}
-
-/// A dimension of which a rank has a single element must not go.
-Result squeezes(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
-  const auto& sizes = call.meta(0).sizes;
-  Layout layout = call.layout(0);
-  std::set<int64_t> dims;
-  if (const auto named = call.integers("dim")) {
-    for (int64_t dim : *named) dims.insert(dim < 0 ? dim + call.dim(0) : dim);
-  } else {
-    for (int64_t d = 0; d < call.dim(0); ++d) dims.insert(d);
-  }
-  const bool goes = dims.count(layout.dim) > 0 && sizes[layout.dim] == call.ranks();
-  if (goes) return std::nullopt;
-  const auto removed = std::count_if(
-      dims.begin(), dims.end(), [&](int64_t dim) { return dim < layout.dim && sizes[dim] == 1; });
-  layout.dim -= static_cast<int>(removed);
-  return divided_like(call, layout);
-}
-
-Result selects(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
-  const int dim = *call.dimension("dim");
-  Layout layout = call.layout(0);
-  if (dim == layout.dim) return std::nullopt;
-  layout.dim -= dim < layout.dim ? 1 : 0;
-  return divided_like(call, layout);
-}
-
-/// Whether a cut of `length` elements from `start` along the divided dimension is made of whole
-/// blocks, and its layout then.
-std::optional<Layout> cut(const Call& call, int64_t start, int64_t length) {
-  Layout layout = call.layout(0);
-  const int64_t block = call.meta(0).sizes[layout.dim] / layout.blocks;
-  if (start % block != 0 || length % block != 0 || length == 0) return std::nullopt;
-  layout.blocks = length / block;
-  return layout;
+  if (!call.divided(0) || !call.integers("repeats")) return std::nullopt;
+  return follow(call);
 }
 
 /// `slice` and `narrow`, from `start` on.
 Result slices(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
+  Result treatment = follow(call);
   const int dim = *call.dimension("dim");
-  if (dim != call.layout(0).dim) return divided_like(call, call.layout(0));
-  const auto step = call.integers("step");
-  if (step && (*step)[0] != 1) return std::nullopt;
+  if (!treatment || !call.divided_along(0, dim)) return treatment;
   const int64_t size = call.meta(0).sizes[dim], length = call.result_meta().sizes[dim];
   const auto named = call.integers("start");
   int64_t start = named ? (*named)[0] : 0;
   if (start < 0) start += size;
   start = std::min(std::max<int64_t>(start, 0), size);
-  const auto layout = cut(call, start, length);
-  if (!layout) return std::nullopt;
-  Treatment treatment = divided_like(call, *layout);
   const int64_t ranks = call.ranks();
-  treatment.constants.emplace_back(call.argument("start"), start / ranks);
+  treatment->constants.emplace_back(call.argument("start"), start / ranks);
   if (call.argument("end") >= 0) {
-    treatment.constants.emplace_back(call.argument("end"), (start + length) / ranks);
+    treatment->constants.emplace_back(call.argument("end"), (start + length) / ranks);
   } else {
-    treatment.constants.emplace_back(call.argument("length"), length / ranks);
+    treatment->constants.emplace_back(call.argument("length"), length / ranks);
   }
   return treatment;
 }
 
-/// `chunk`, `split` and `unbind`: each piece of the divided dimension must be of whole blocks, and
-/// of as many as the others.
+/// `chunk`, `split` and `unbind`. Pieces of one size must all be of it.
 Result splits(const Call& call) {
-  if (!call.divided(0)) return stays_partial(call);
+  Result treatment = follow(call);
   const int dim = *call.dimension("dim");
-  Layout layout = call.layout(0);
-  const bool removes = call.base_name() == "aten::unbind";
-  if (dim != layout.dim) {
-    layout.dim -= removes && dim < layout.dim ? 1 : 0;
-    return divided_like(call, layout);
-  }
-  if (removes) return std::nullopt;
-  Treatment treatment = divided_like(call, layout);
+  if (!treatment || !call.divided_along(0, dim) || call.argument("chunks") >= 0) return treatment;
   std::vector<int64_t> lengths;
-  int64_t start = 0;
   for (size_t i = 0; i < call.results().size(); ++i) {
-    const int64_t length = call.result_meta(static_cast<int>(i)).sizes[dim];
-    const auto piece = cut(call, start, length);
-    if (!piece) return std::nullopt;
-    treatment.results[i] = *piece;
-    lengths.push_back(length / call.ranks());
-    start += length;
+    lengths.push_back(call.result_meta(static_cast<int>(i)).sizes[dim] / call.ranks());
   }
-  const bool equal =
-      std::adjacent_find(lengths.begin(), lengths.end(), std::not_equal_to<>()) == lengths.end();
-  if (call.argument("chunks") >= 0) return equal ? Result(treatment) : std::nullopt;
   const char* name = call.argument("split_size") >= 0 ? "split_size" : "split_sizes";
   const bool list = call.constant(name).isIntList();
-  if (!list && !equal) return std::nullopt;
-  treatment.constants.emplace_back(call.argument(name),
-                                   list ? c10::IValue(lengths) : c10::IValue(lengths[0]));
+  if (!list && lengths.front() != lengths.back()) return std::nullopt;
+  treatment->constants.emplace_back(call.argument(name),
+                                    list ? c10::IValue(lengths) : c10::IValue(lengths[0]));
   return treatment;
 }
 
@@ -296,7 +162,7 @@ Result stacks(const Call& call) {
   }
   if (!treatment.wishes.empty() && !call.in_stream(first)) return treatment;
   std::fill(treatment.arguments.begin(), treatment.arguments.end(), layout);
-  treatment.results[0] = Layout::divided(layout.dim + (dim <= layout.dim ? 1 : 0), layout.blocks);
+  treatment.results[0] = layout.along(layout.dim + (dim <= layout.dim ? 1 : 0));
   return treatment;
 }
 
@@ -312,10 +178,10 @@ RuleTable shape_rules() {
   rules["aten::view."] = reshapes;  // not view.dtype
   for (const char* name :
        {"permute", "transpose.int", "t", "numpy_T", "mT", "movedim.int", "swapaxes", "swapdims"}) {
-    rules[std::string("aten::") + name] = permutes;
+    rules[std::string("aten::") + name] = follow;
   }
   for (const char* name : {"squeeze", "squeeze.dim", "squeeze.dims"}) {
-    rules[std::string("aten::") + name] = squeezes;
+    rules[std::string("aten::") + name] = follow;
   }
   for (const char* name : {"chunk", "split.Tensor", "split.sizes", "split_with_sizes", "unbind.int",
                            "unsafe_chunk", "unsafe_split.Tensor"}) {
@@ -323,12 +189,12 @@ RuleTable shape_rules() {
   }
   rules["aten::view_as"] = reshapes_as;
   rules["aten::reshape_as"] = reshapes_as;
-  rules["aten::unsqueeze"] = unsqueezes;
+  rules["aten::unsqueeze"] = follow;
   rules["aten::expand"] = expands;
   rules["aten::repeat"] = repeats;
-  rules["aten::select.int"] = selects;
+  rules["aten::select.int"] = follow;
   rules["aten::slice.Tensor"] = slices;
-  rules["aten::narrow"] = slices;
+  rules["aten::narrow."] = slices;  // its start is a number
   rules["aten::cat"] = joins;
   rules["aten::concat"] = joins;
   rules["aten::stack"] = stacks;

@@ -201,7 +201,7 @@ class StreamChooser {
       options.push_back(*view);
     }
     for (int dim = 0; dim < static_cast<int>(sizes.size()); ++dim) {
-      options.push_back(Layout::divided(dim, layout.blocks));
+      options.push_back(layout.along(dim));
     }
     const auto fits = [&](const Layout& option) {
       return can_divide(sizes, option.dim, option.blocks, options_.ranks);

@@ -31,6 +31,13 @@ struct SMP_API Layout {
   static Layout partial() { return {Kind::kPartial, 0, 1}; }
   static Layout divided(int dim, int64_t blocks = 1) { return {Kind::kDivided, dim, blocks}; }
 
+  /// The same cut along another dimension.
+  Layout along(int other) const {
+    Layout moved = *this;
+    moved.dim = other;
+    return moved;
+  }
+
   bool is_whole() const { return kind == Kind::kWhole; }
   bool is_divided() const { return kind == Kind::kDivided; }
   bool is_partial() const { return kind == Kind::kPartial; }

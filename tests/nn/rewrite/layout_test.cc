@@ -100,6 +100,7 @@ TEST(LayoutTest, HeadsThatCannotBeDivided) {
   EXPECT_FALSE(through_view({2, 5, 3 * 12 * 16}, Layout::divided(2, 3), {2, 5, 3, 12, 16}, 8));
   // Nothing can be said of no elements.
   EXPECT_FALSE(through_view({4, 0}, Layout::divided(0), {4, 0, 2}, 2));
+  EXPECT_FALSE(through_view({0, 6}, Layout::divided(1), {0}, 2));
   EXPECT_EQ(parts_in_view({2, 5, 3 * 12 * 16}, Layout::divided(2, 3), {2, 5, 3, 12, 16}, 8), 12);
 }
 

@@ -201,6 +201,13 @@ std::vector<Case> shape_cases() {
       on_hidden(
           "Unbound", 1, [](Weights&, Tensor h) { return h.unbind(1)[2].exp(); }, kDivided),
       on_hidden(
+          "UnboundToNothing", 1,
+          [](Weights&, Tensor h) {
+            EXPECT_TRUE(h.slice(1, 0, 0).unbind(1).empty());
+            return h.exp();
+          },
+          "copy gather gather gather"),
+      on_hidden(
           "Glu", 2, [](Weights&, Tensor h) { return torch::glu(h, -1); }, kDivided),
       on_hidden(
           "Joined", 2,
@@ -232,6 +239,14 @@ std::vector<Case> shape_cases() {
           [](Weights&, Tensor h) {
             const auto heads = h.exp().view({kBatch, kLength, 4, 12});
             return heads.view_as(h) * heads.transpose(2, 3).reshape_as(h);
+          },
+          "copy gather scatter gather gather"),
+      // Heads of samples cannot be cut into positions: joined, in the sizes of the whole.
+      on_hidden(
+          "LikeOtherParts", 1,
+          [](Weights&, Tensor h) {
+            const auto heads = h.view({kBatch, kLength, 4, 12});
+            return heads.transpose(1, 2).exp().reshape_as(heads) * heads;
           },
           "copy gather scatter gather gather"),
       on_hidden(

@@ -63,6 +63,31 @@ TEST(StreamsOfLayers, Perceptrons) {
   }
 }
 
+/// A bias that is one number for the columns of all ranks is not cut with the weight, as layers
+/// that gather their input themselves need it.
+TEST(StreamsOfLayers, BiasOfOneElement) {
+  torch::manual_seed(1);
+  torch::nn::Module net;
+  const auto add = [&](const char* name, std::vector<int64_t> sizes) {
+    return net.register_parameter(name, torch::randn(sizes, torch::kDouble));
+  };
+  const Tensor in = add("in", {6, 16}), narrow = add("narrow", {16, 8}),
+               wide = add("wide", {8, 16});
+  const Tensor out = add("out", {16, 4}), bias = add("bias", {1});
+  for (int ranks : {2, 4}) {
+    const DividedGraph divided = divided_as_plain(
+        net, {torch::randn({8, 6}, torch::kDouble)},
+        [&](const Tensors& x) -> Tensors {
+          const auto y = torch::tanh(x[0].mm(in).relu().mm(narrow));
+          return {torch::addmm(bias, y, wide).sin().mm(out).square().mean()};
+        },
+        ranks);
+    EXPECT_EQ(divided.parameters.count("wide"), 1u) << report(divided);
+    EXPECT_EQ(count(divided.graph, "smp::tp_reduce_scatter"), 1) << divided.graph.to_string();
+    EXPECT_EQ(count(divided.graph, "smp::tp_gathered_linear"), 0) << divided.graph.to_string();
+  }
+}
+
 /// `aten::linear` with a bias, and a residual that is added in place.
 TEST(StreamsOfLayers, SumsInPlace) {
   torch::manual_seed(1);

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "nn/rewrite/call.h"
+
+namespace smp::nn::rewrite {
+
+/// The loops that an operator consists of, its *factors* (as Shardy calls them): `matmul` of [i, j]
+/// and [j, k] gives [i, k] and sums over j. Numbers of factors are arbitrary.
+struct Factors {
+  /// A dimension along which the operator works: every rank needs all of it.
+  static constexpr int kAlong = -1;
+  using Dims = c10::SmallVector<int, 5>;  ///< factor of each dimension
+
+  std::vector<Dims> arguments;  ///< numbered like `Call::tensors`
+  std::vector<Dims> results;    ///< numbered like `Call::results`
+  std::set<int> summed;         ///< factors that the operator sums over
+  std::set<int> added;          ///< arguments that it adds to such a sum
+  /// Sets of arguments in which, together, it is linear.
+  std::set<std::set<int>> linear;
+  std::set<int> ignored;  ///< arguments of which only type and sizes matter
+  /// Factors of which a group of one argument's elements meets one element of another's.
+  std::set<int> grouped;
+  /// The result has the elements of the first argument in row-major order. Dimensions that are
+  /// taken apart or joined are one factor, in which the elements between two ranks' parts tell the
+  /// cut.
+  bool is_view = false;
+};
+
+/// The factors of an operator whose arguments lie as the call says; nothing if it is not
+/// understood, and must get whole tensors.
+std::optional<Factors> factors_of(const Call& call);
+
+/// The size of one block along the dimension that is divided, of a whole or of a rank's part; 0:
+/// tensors of these sizes cannot be divided so.
+int64_t block_of(c10::IntArrayRef sizes, const Layout& layout);
+
+/// Names of operators each element of whose results follows from one element of each argument,
+/// after broadcasting, and of those whose argument `dim` names the dimensions that they work along.
+const std::vector<const char*>& elementwise_operators();
+const std::vector<const char*>& operators_along_dim();
+
+}  // namespace smp::nn::rewrite
