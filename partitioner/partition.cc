@@ -20,6 +20,7 @@
 #include "partitioner/split.h"
 #include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
+#include "partitioner/weight_casts.h"
 
 namespace smp::partitioner {
 namespace {
@@ -126,6 +127,7 @@ class Partitioner {
         split_weights_(split_weights(graph)),
         costs_(operator_costs(graph, options.memory_weight())),
         uses_(value_uses(graph)),
+        casts_(weight_casts(graph)),
         constraints_(find_constraints(
             graph, {options.partitions(), &options.owner(), &options.pinned(),
                     options.auto_partition() ? -1 : options.default_partition()})) {
@@ -235,6 +237,9 @@ class Partitioner {
       problem.fixed[pieces.of_operator[uses_[v].front()]] +=
           ParameterMemory(graph_, graph_.values[v], options_.step()).total();
     }
+    for (const WeightCast& cast : casts_) {
+      problem.fixed[pieces.of_operator[cast.operators.front()]] += cast.bytes;
+    }
   }
 
   /// A cut costs more the deeper the modules that it divides. All cuts together cost less than
@@ -266,6 +271,7 @@ class Partitioner {
         add_replicas(problem, pieces, value);
       }
     }
+    for (const WeightCast& cast : casts_) add_cast(problem, pieces, cast);
     for (ValueId value : constraints_.better_local) add_owned(problem, pieces, value);
     PieceUse boundary;  // the messages themselves, whatever is in them
     boundary.cost = units(message_us(link_, graph_.trains()));
@@ -287,13 +293,16 @@ class Partitioner {
     const int last_gradient = of_gradient.empty() ? -1 : of_gradient.front();
     PieceUse use;
     use.kept = graph_.trains() ? bytes : 0;
+    use.sent = message_bytes(options_.step(), bytes);
     use.previous = pieces.of_operator[producer];
     for (int index : uses_[value]) {
       use.piece = pieces.of_operator[index];
       if (use.piece == use.previous) continue;
-      double us = transfer_us(link_, bytes, /*needs_gradient=*/last_gradient >= index);
+      const bool needs_gradient = last_gradient >= index;
+      double us = transfer_us(link_, bytes, needs_gradient);
       if (repeatable) us = std::min(us, graph_.operators[producer].cost.forward_us / 2);
       use.cost = units(us);
+      use.fixed = needs_gradient ? use.sent : 0;
       problem.uses.push_back(use);
       use.previous = use.piece;
     }
@@ -301,9 +310,20 @@ class Partitioner {
 
   void add_replicas(SplitProblem& problem, const Pieces& pieces, ValueId value) const {
     PieceUse use;
-    use.fixed = replica_bytes(graph_, graph_.values[value]);
+    const graph::Value& parameter = graph_.values[value];
+    const bool is_trained = graph_.trains() && parameter.meta.requires_grad;
+    use.fixed = replica_bytes(graph_, parameter);
+    if (is_trained) use.fixed += message_bytes(options_.step(), parameter.meta.nbytes());
     use.previous = pieces.of_operator[uses_[value].front()];
     for (int index : uses_[value]) add_use(problem, pieces, use, index);
+  }
+
+  /// Each further stage that reads it makes one of its own.
+  static void add_cast(SplitProblem& problem, const Pieces& pieces, const WeightCast& cast) {
+    PieceUse use;
+    use.fixed = cast.bytes;
+    use.previous = pieces.of_operator[cast.operators.front()];
+    for (int index : cast.operators) add_use(problem, pieces, use, index);
   }
 
   void add_owned(SplitProblem& problem, const Pieces& pieces, ValueId value) const {
@@ -518,6 +538,7 @@ class Partitioner {
   const std::vector<ValueId> split_weights_;
   const std::vector<double> costs_;
   const std::vector<std::vector<int>> uses_;
+  const std::vector<WeightCast> casts_;
   Constraints constraints_;
   StageList stages_;
   std::vector<StagePin> stage_pins_;

@@ -10,6 +10,7 @@
 
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
+#include "partitioner/weight_casts.h"
 
 namespace smp::partitioner {
 
@@ -54,6 +55,30 @@ void add_parameters(const Graph& graph, const Plan& plan, const StepModel& step,
     if (rank == plan.rank_of_stage[replica.owner]) continue;
     if (!copies.insert({replica.value, rank}).second) continue;
     stages[replica.stage].replicas += replica_bytes(graph, graph.values[replica.value]);
+  }
+}
+
+void add_casts(const Graph& graph, const Plan& plan, std::vector<StagePrediction>& stages) {
+  for (const WeightCast& cast : weight_casts(graph)) {
+    std::set<int> readers;
+    for (int index : cast.operators) readers.insert(plan.stage_of_operator[index]);
+    for (int stage : readers) stages[stage].casts += cast.bytes;
+  }
+}
+
+/// Values that cross to another rank, their gradients, and those of replicas.
+void add_messages(const Graph& graph, const Plan& plan, const StepModel& step,
+                  std::vector<StagePrediction>& stages) {
+  const auto add = [&](int from, int to, graph::ValueId value) {
+    if (plan.rank_of_stage[from] == plan.rank_of_stage[to]) return;
+    stages[from].messages += message_bytes(step, graph.values[value].meta.nbytes());
+  };
+  for (const Transfer& hop : plan.transfers) {
+    add(hop.from, hop.to, hop.value);
+    if (hop.needs_gradient) add(hop.to, hop.from, hop.value);
+  }
+  for (const Replica& replica : plan.replicas) {
+    if (replica.needs_gradient) add(replica.stage, replica.gradient_to, replica.value);
   }
 }
 
@@ -111,6 +136,10 @@ int64_t replica_bytes(const Graph& graph, const Value& value) {
   return value.meta.nbytes() * (is_trained(graph, value) ? 2 : 1);
 }
 
+int64_t message_bytes(const StepModel& step, int64_t bytes) {
+  return std::min(step.messages(), step.microbatches()) * bytes;
+}
+
 double transfer_us(const Link& link, int64_t bytes, bool needs_gradient) {
   return link.of_tensor(bytes) * (needs_gradient ? 2 : 1) / 2;  // half at each end
 }
@@ -125,7 +154,9 @@ Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) 
   }
   add_operators(graph, plan, result.stages);
   add_parameters(graph, plan, step, result.stages);
+  add_casts(graph, plan, result.stages);
   add_transfers(graph, plan, step.costs(), result.stages);
+  add_messages(graph, plan, step, result.stages);
   const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
   result.rank_us.assign(ranks, 0);
   result.recomputed = graph.trains() ? step.largest_region() : 0;
@@ -149,6 +180,8 @@ std::string describe_memory(const Plan& plan, const Prediction& prediction, int 
     sum.weights += stage.weights + stage.replicas;
     sum.gradients += stage.gradients;
     sum.optimizer += stage.optimizer;
+    sum.casts += stage.casts;
+    sum.messages += stage.messages;
     sum.activations += stage.activations;
     sum.in_flight = std::max(sum.in_flight, stage.in_flight);
   }
@@ -158,13 +191,13 @@ std::string describe_memory(const Plan& plan, const Prediction& prediction, int 
       format_bytes(sum.memory() + prediction.recomputed + prediction.working),
       format_bytes(sum.weights), format_bytes(sum.gradients), format_bytes(sum.optimizer),
       sum.in_flight, sum.in_flight == 1 ? "" : "es", format_bytes(sum.activations));
-  if (prediction.recomputed > 0) {
-    text += ", a region that runs again " + format_bytes(prediction.recomputed);
-  }
-  if (prediction.working > 0) {
-    text += ", divided parameters while they are whole and sums of their gradients " +
-            format_bytes(prediction.working);
-  }
+  const auto add = [&](const char* use, int64_t bytes) {
+    if (bytes > 0) text += fmt::format(", {} {}", use, format_bytes(bytes));
+  };
+  add("casts of weights", sum.casts);
+  add("messages under way", sum.messages);
+  add("a region that runs again", prediction.recomputed);
+  add("divided parameters while they are whole and sums of their gradients", prediction.working);
   return text;
 }
 

@@ -35,6 +35,9 @@ struct StepModel {
   TORCH_ARG(double, optimizer_state) = 2.0;
   /// The same of the parameters whose optimizer is known.
   TORCH_ARG(StateFactors, optimizer_states);
+  /// How many messages of a channel lie in the memory of the sender's device while they are under
+  /// way, at most; 0: they pass through the host's.
+  TORCH_ARG(int, messages) = 0;
   /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
   TORCH_ARG(int64_t, largest_region) = 0;
   /// Replicas that add up their gradients.
@@ -75,6 +78,9 @@ struct ParameterMemory {
 /// gradient of one microbatch if it is trained.
 int64_t replica_bytes(const graph::Graph& graph, const graph::Value& value);
 
+/// Bytes that the messages of a tensor take on the device of the stage that sends them.
+int64_t message_bytes(const StepModel& step, int64_t bytes);
+
 /// Us that each end of a transfer spends on a tensor, forward and back; and on the messages of a
 /// boundary.
 double transfer_us(const Link& link, int64_t bytes, bool needs_gradient);
@@ -89,10 +95,14 @@ struct StagePrediction {
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t replicas = 0;
+  int64_t casts = 0;        ///< weights in lower precision, under autocast
+  int64_t messages = 0;     ///< under way from here, on a device
   int64_t activations = 0;  ///< saved and received, of all microbatches in flight
 
   double time_us() const { return compute_us + transfer_us; }
-  int64_t memory() const { return weights + gradients + optimizer + replicas + activations; }
+  int64_t memory() const {
+    return weights + gradients + optimizer + replicas + casts + messages + activations;
+  }
 };
 
 /// The cost of a plan: each stage, and the ranks that run them.
@@ -111,8 +121,9 @@ struct Prediction {
 Prediction predict(const graph::Graph& graph, const Plan& plan, const StepModel& step);
 
 /// The uses of a rank's memory: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
-/// MiB, activations of 3 microbatches 2.3 MiB", and, if there is any, ", a region that runs again
-/// 1.0 MiB" and ", divided parameters while they are whole and sums of their gradients 3.0 MiB".
+/// MiB, activations of 3 microbatches 2.3 MiB", and, if there is any, ", casts of weights 1.0 MiB",
+/// ", messages under way 0.5 MiB", ", a region that runs again 1.0 MiB" and ", divided parameters
+/// while they are whole and sums of their gradients 3.0 MiB".
 std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank);
 
 }  // namespace smp::partitioner

@@ -53,11 +53,15 @@ class Splitter {
         stages_(problem.stages()),
         prefix_(problem.cost.size() + 1, 0),
         first_use_(problem.cost.size() + 1, 0),
-        leaving_(problem.cost.size(), 0) {
+        leaving_(problem.cost.size(), 0),
+        sent_(problem.cost.size(), 0) {
     for (int p = 0; p < pieces_; ++p) prefix_[p + 1] = prefix_[p] + problem.cost[p];
     for (const PieceUse& use : problem.uses) {
       ++first_use_[use.piece + 1];
-      if (use.previous >= 0) leaving_[use.previous] += use.cost;
+      if (use.previous >= 0) {
+        leaving_[use.previous] += use.cost;
+        sent_[use.previous] += use.sent;
+      }
       has_owned_ |= use.owner >= 0;
     }
     for (int p = 0; p < pieces_; ++p) first_use_[p + 1] += first_use_[p];
@@ -125,11 +129,12 @@ class Splitter {
   void add_piece(int start, int piece) {
     stage_totals_.time += problem_.cost[piece] + leaving_[piece];
     stage_totals_.kept += problem_.kept[piece];
-    stage_totals_.fixed += problem_.fixed[piece];
+    stage_totals_.fixed += problem_.fixed[piece] + sent_[piece];
     for (int u = first_use_[piece]; u < first_use_[piece + 1]; ++u) {
       const PieceUse& use = problem_.uses[u];
       if (use.previous >= start) {
         stage_totals_.time -= use.cost;  // it does not leave after all
+        stage_totals_.fixed -= use.sent;
         continue;
       }
       stage_totals_.time += use.cost;
@@ -397,6 +402,7 @@ class Splitter {
   std::vector<int64_t> prefix_;
   std::vector<int> first_use_;    ///< per piece, an index into the problem's uses
   std::vector<int64_t> leaving_;  ///< per piece, the cost of values used after it next
+  std::vector<int64_t> sent_;     ///< per piece, what their sender keeps
   std::vector<int> visits_;       ///< per stage, how many stages its rank has
   bool has_owned_ = false;
   int64_t limit_ = kInfinite;

@@ -15,6 +15,7 @@ struct PieceUse {
   int64_t cost = 0;     ///< if it crosses, for the stage that sends it and again for the receiver
   int64_t kept = 0;     ///< bytes that the receiver keeps for each microbatch in flight
   int64_t fixed = 0;    ///< bytes that the receiver keeps once
+  int64_t sent = 0;     ///< bytes that the sender keeps once
   int64_t foreign = 0;  ///< bytes that count as foreign on a stage of another rank than `owner`
   int owner = -1;       ///< a rank; -1: none
 };

@@ -9,6 +9,7 @@
 
 #include "graph/alias_analysis.h"
 #include "graph/visit.h"
+#include "pipeline/kept_for_weights.h"
 
 namespace smp::pipeline {
 namespace {
@@ -126,35 +127,13 @@ class CostPredictor {
     });
   }
 
-  /// Between the halves of its backward a microbatch keeps the sources of the parameters'
-  /// gradients: the inputs of the operators that read them, and the gradients of their results. A
-  /// stage that sends no gradients does all in the second half.
+  /// A stage that sends no gradients does all in the second half.
   void keep_for_weights() {
-    costs_.kept_for_weights.assign(plan_.stages(), 0);
-    costs_.gradients_for_weights.assign(plan_.stages(), 0);
-    std::set<std::pair<int, int>> counted;  // stage, alias set
-    for (size_t i = 0; i < graph_.operators.size(); ++i) {
-      const graph::Operator& op = graph_.operators[i];
-      if (!op.reads_parameter) continue;
-      const int stage = plan_.stage_of_operator[i];
-      double& kept = costs_.kept_for_weights[stage];
-      graph::for_each_argument(op, [&](graph::ValueId id) {
-        const graph::Value& value = graph_.values[id];
-        if (value.kind == graph::ValueKind::kParameter) return;
-        if (!counted.insert({stage, value.alias_set}).second) return;
-        kept += static_cast<double>(value.meta.nbytes());
-      });
-      for (const graph::ValueId id : op.results) {
-        if (id == graph::kUndefined || !graph_.values[id].meta.requires_grad) continue;
-        const auto bytes = static_cast<double>(graph_.values[id].meta.nbytes());
-        costs_.gradients_for_weights[stage] += bytes;
-        kept += bytes;
-      }
-    }
-    for (int s = 0; s < plan_.stages(); ++s) {
-      if (sends_gradients(s)) continue;
-      costs_.kept_for_weights[s] = costs_.kept[s];
-      costs_.gradients_for_weights[s] = 0;
+    for (const KeptForWeights& stage : kept_for_weights(graph_, plan_, edges_)) {
+      const size_t s = costs_.kept_for_weights.size();
+      const double saved = sends_gradients(static_cast<int>(s)) ? stage.saved : costs_.kept[s];
+      costs_.kept_for_weights.push_back(saved + stage.gradients);
+      costs_.gradients_for_weights.push_back(stage.gradients);
     }
   }
 

@@ -57,7 +57,7 @@ std::string stages_table(const Graph& graph, const Forecast& forecast) {
                format_time(forecast.options.costs().backward[s]),
                fmt::format("{}", stage.in_flight), format_bytes(stage.weights),
                format_bytes(stage.gradients), format_bytes(stage.optimizer),
-               format_bytes(stage.replicas), format_bytes(stage.activations),
+               format_bytes(stage.replicas + stage.casts), format_bytes(stage.activations),
                format_bytes(stage.memory())});
   }
   return "Time and memory\n\n" + table.to_string() +
@@ -180,6 +180,7 @@ ordered_json stages_json(const Graph& graph, const Forecast& forecast) {
                         {"gradients", stage.gradients},
                         {"optimizer", stage.optimizer},
                         {"copies", stage.replicas},
+                        {"casts", stage.casts},
                         {"activations", stage.activations},
                         {"total", stage.memory()}}}});
   }

@@ -229,6 +229,8 @@ partitioner::StepModel step_model(const Runtime& runtime, int microbatches) {
   step.shards(runtime.shards_of_replica());
   step.costs(runtime.first_step.costs);
   step.optimizer_states(runtime.optimizer_states->factors());
+  // One more is being written.
+  if (!runtime.device().is_cpu()) step.messages(runtime.execution.messages_ahead + 1);
   if (limited_by_devices(runtime)) step.memory_limit(runtime.first_step.device_share);
   return step;
 }

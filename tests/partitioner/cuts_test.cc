@@ -160,6 +160,23 @@ TEST(LegalCuts, KeepsTheUsersOfAWeightInOneAutocastScopeTogether) {
   EXPECT_EQ(why_illegal(b.graph(), 1), "") << "without gradients it does not matter";
 }
 
+/// On GPUs autocast casts the arguments of operators that it leaves alone on the CPU.
+TEST(LegalCuts, KnowsWhatTheAutocastOfEachDeviceCasts) {
+  GraphBuilder b;
+  const Ref w = b.parameter("w", at::ones({2, 2}));
+  Ref x = b.input(at::ones({2}));
+  for (int i = 0; i < 2; ++i) {
+    x = b.op("aten::mv", {w, x});
+    b.graph().operators.back().mode.autocast_cpu = true;
+  }
+  b.backward(b.op("aten::sum", {x, c10::IValue()}));
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, true}));
+  for (int i = 0; i < 2; ++i) b.graph().operators[i].mode.autocast_accelerator = true;
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({false, true})) << "of both";
+  for (int i = 0; i < 2; ++i) b.graph().operators[i].mode.autocast_cpu = false;
+  EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({false, true}));
+}
+
 /// Only the stage that made the view knows its base.
 TEST(LegalCuts, KeepsAViewWithWhatTurnsItUnderNoGrad) {
   GraphBuilder b;

@@ -8,9 +8,11 @@
 #include <cmath>
 #include <functional>
 #include <iostream>
+#include <map>
 #include <optional>
 #include <random>
 #include <tuple>
+#include <vector>
 
 #include "core/check.h"
 #include "partitioner/complete.h"
@@ -19,6 +21,7 @@
 #include "partitioner/data_flow.h"
 #include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
+#include "partitioner/weight_casts.h"
 #include "tests/error_of.h"
 #include "tests/partitioner/chain.h"
 #include "tests/partitioner/random_graph.h"
@@ -308,6 +311,55 @@ TEST(Errors, MemoryLimit) {
   const Prediction fits = predict(graph, partition(graph, limited(bytes)), options.step());
   EXPECT_EQ(*std::max_element(fits.rank_memory.begin(), fits.rank_memory.end()), bytes)
       << "the memory that the solver reckons with is that of the finished plan";
+}
+
+/// The error names the least limit, and the plan under it needs that much.
+void expect_exact_limit(const graph::Graph& graph, const StepModel& step) {
+  const auto limited = [&](int64_t bytes) {
+    return PartitionOptions(2).step(StepModel(step).memory_limit(bytes));
+  };
+  const std::string text = error_of<PartitionError>([&] { partition(graph, limited(1)); });
+  const std::string least = "would do is ";
+  ASSERT_THAT(text, HasSubstr(least));
+  const int64_t bytes = std::stoll(text.substr(text.find(least) + least.size()));
+  EXPECT_THROW(partition(graph, limited(bytes - 1)), PartitionError);
+  const Prediction fits = predict(graph, partition(graph, limited(bytes)), step);
+  EXPECT_EQ(*std::max_element(fits.rank_memory.begin(), fits.rank_memory.end()), bytes);
+}
+
+TEST(Partition, TheMemoryLimitCountsCastsAndMessages) {
+  Chain chain(5, 128);
+  graph::Graph& graph = chain.b.graph();
+  for (graph::Operator& op : graph.operators) op.cost.saved_bytes = op.reads_parameter ? 0 : 10;
+  const auto step = StepModel(4).active_microbatches(4);
+  expect_exact_limit(graph, StepModel(step).messages(3));
+  for (graph::Operator& op : graph.operators) op.mode.autocast_cpu = true;
+  expect_exact_limit(graph, step);
+  expect_exact_limit(graph, StepModel(step).messages(3));
+}
+
+/// The same that `graph::WeightCasts` makes in a step: by memory and layout.
+TEST(WeightCasts, AreSharedByViewsOfOneLayout) {
+  GraphBuilder b;
+  const Ref x = b.input(at::ones({2, 128}));
+  const Ref weight = b.parameter("w", at::ones({128, 256}));
+  const auto product = [&](Ref matrix) {
+    b.op("aten::matmul", {x, matrix});
+    b.graph().operators.back().mode.autocast_cpu = true;
+    return static_cast<int>(b.graph().operators.size()) - 1;
+  };
+  const auto transposed_twice = [&] { return b.op("aten::t", {b.op("aten::t", {weight})}); };
+  const int direct = product(weight);
+  const int view = product(transposed_twice());
+  const int other_view = product(transposed_twice());
+  const int left = product(b.op("aten::narrow", {weight, 1, 0, 128}));
+  const int right = product(b.op("aten::narrow", {weight, 1, 128, 128}));
+  std::map<std::vector<int>, int64_t> bytes;
+  for (const WeightCast& cast : weight_casts(b.graph())) bytes[cast.operators] = cast.bytes;
+  const std::map<std::vector<int>, int64_t> expected = {{{direct, view, other_view}, 2 * 128 * 256},
+                                                        {{left}, 2 * 128 * 128},
+                                                        {{right}, 2 * 128 * 128}};
+  EXPECT_EQ(bytes, expected);
 }
 
 TEST(Partition, TheMemoryLimitMovesTheCut) {

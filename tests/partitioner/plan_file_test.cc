@@ -226,6 +226,58 @@ TEST(Predict, TimeAndMemoryByFormula) {
             "microbatches 3.2 KiB");
 }
 
+TEST(Predict, MessagesLieOnTheDeviceOfTheSender) {
+  GraphBuilder b = two_layers();
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 1, 1, 1}, {});
+  const auto step = StepModel(8).active_microbatches(4);
+  const Prediction host = predict(b.graph(), plan, step);
+  const Prediction got = predict(b.graph(), plan, StepModel(step).messages(3));
+  for (int rank = 0; rank < 2; ++rank) {
+    EXPECT_EQ(host.stages[rank].messages, 0);
+    EXPECT_EQ(got.stages[rank].messages, 3 * 32) << "a tensor of 32 bytes, and its gradient";
+    EXPECT_EQ(got.rank_memory[rank], host.rank_memory[rank] + 3 * 32);
+  }
+  EXPECT_THAT(describe_memory(plan, got, 0), HasSubstr("KiB, messages under way 96 B"));
+  const Prediction few = predict(b.graph(), plan, StepModel(2).messages(3));
+  EXPECT_EQ(few.stages[0].messages, 2 * 32);
+  const Plan one_rank = complete_plan(b.graph(), {0, 0}, {0, 0, 1, 1, 1}, {});
+  EXPECT_EQ(predict(b.graph(), one_rank, StepModel(step).messages(3)).stages[0].messages, 0);
+}
+
+/// A replica's gradient goes to the owner of its parameter.
+TEST(Predict, GradientsOfReplicasAreMessages) {
+  GraphBuilder b;
+  const Ref weight = b.parameter("tied", at::ones({4, 4}));
+  Ref x = b.op("aten::matmul", {b.input(at::ones({2, 4})), weight});
+  x = b.op("aten::matmul", {x, weight});
+  b.backward(x);
+  b.output(x);
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 1}, {});
+  const Prediction got = predict(b.graph(), plan, StepModel(4).messages(3));
+  EXPECT_EQ(got.stages[0].messages, 3 * 32);
+  EXPECT_EQ(got.stages[1].messages, 3 * (32 + 64));
+}
+
+/// Each stage that reads a weight under autocast keeps one, for all its uses and microbatches.
+TEST(Predict, CastsOfWeights) {
+  GraphBuilder b;
+  const Ref weight = b.parameter("tied", at::ones({128, 128}));
+  const Ref own = b.parameter("own", at::ones({128, 256}));
+  Ref x = b.input(at::ones({2, 128}));
+  for (int i = 0; i < 3; ++i) x = b.op("aten::matmul", {x, weight});
+  x = b.op("aten::matmul", {x, own});
+  b.backward(x);
+  b.output(x);
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 1, 1}, {});
+  EXPECT_EQ(predict(b.graph(), plan, StepModel(4)).stages[1].casts, 0);
+  for (graph::Operator& op : b.graph().operators) op.mode.autocast_cpu = true;
+  const Prediction got = predict(b.graph(), plan, StepModel(4));
+  EXPECT_EQ(got.stages[0].casts, 2 * 128 * 128);
+  EXPECT_EQ(got.stages[1].casts, 2 * 128 * (128 + 256));
+  EXPECT_EQ(got.rank_memory[1], got.stages[1].memory());
+  EXPECT_THAT(describe_memory(plan, got, 1), HasSubstr("B, casts of weights 96.0 KiB"));
+}
+
 TEST(Predict, MicrobatchesInFlight) {
   const auto simple = StepModel(8).interleaved(false);
   const auto interleaved = StepModel(8).active_microbatches(6);

@@ -48,7 +48,10 @@ SplitScore score(const Case& c, const std::vector<int>& cuts) {
     int sender = tensor.producer < 0 ? -1 : stage_of(tensor.producer);
     for (int stage : stages) {
       if (stage == sender) continue;
-      if (sender >= 0) time[sender] += tensor.use.cost;
+      if (sender >= 0) {
+        time[sender] += tensor.use.cost;
+        memory[sender] += tensor.use.sent;
+      }
       time[stage] += tensor.use.cost;
       memory[stage] += tensor.use.fixed + problem.in_flight[stage] * tensor.use.kept;
       if (tensor.use.owner >= 0 && problem.rank_of_stage[stage] != tensor.use.owner) {
@@ -157,6 +160,7 @@ class RandomCase {
         tensor.use.cost = pick(6);
         tensor.use.kept = pick(3);
         tensor.use.fixed = pick(2);
+        tensor.use.sent = pick(2);
       }
       for (int u = 0; u < 3; ++u) {
         const int user = pick(pieces);
