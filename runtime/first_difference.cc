@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/first_difference.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <sstream>
 
@@ -17,6 +19,8 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
     if (x != y || (!more_x && !more_y)) return {x, y};
   }
 }
+
+uint64_t hash_of(std::string_view text) { return XXH64(text.data(), text.size(), /*seed=*/0); }
 
 size_t first_other(const std::vector<std::string>& texts) {
   const auto other = std::find_if(texts.begin(), texts.end(),

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/step_functions.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 
 #include "core/check.h"
+#include "runtime/first_difference.h"
 
 namespace smp::runtime {
 namespace {
@@ -21,9 +20,7 @@ std::string list(const StepFunctions::Calls& calls) {
 
 }  // namespace
 
-uint64_t stream_of(std::string_view step_function) {
-  return XXH64(step_function.data(), step_function.size(), /*seed=*/0);
-}
+uint64_t stream_of(std::string_view step_function) { return hash_of(step_function); }
 
 std::string StepFunctions::add(const std::string& name) {
   const bool named = !name.empty();

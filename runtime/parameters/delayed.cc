@@ -2,7 +2,6 @@
 #include "runtime/parameters/delayed.h"
 
 #include <torch/nn/module.h>
-#include <xxhash.h>
 
 #include <algorithm>
 #include <array>
@@ -28,9 +27,9 @@ std::vector<std::shared_ptr<Recording>> recordings(const ParameterTable& table) 
   return result;
 }
 
-std::string hash_of(const std::string& text) {
-  const uint64_t hash = XXH64(text.data(), text.size(), 0);
-  return std::string(reinterpret_cast<const char*>(&hash), sizeof(hash));
+/// The first rank that has another text than rank 0; 0: none.
+size_t first_with_other(comm::Communicator& ranks, const std::string& text) {
+  return first_other(comm::all_gather_bytes(ranks, std::to_string(hash_of(text))));
 }
 
 }  // namespace
@@ -54,7 +53,7 @@ void agree_on_construction(const Runtime& runtime) {
   }
   // Other ranks keep other parts of divided parameters, made by other operators.
   comm::Communicator& alike = *runtime.same_parts();
-  if (const size_t other = first_other(comm::all_gather_bytes(alike, hash_of(text)))) {
+  if (const size_t other = first_with_other(alike, text)) {
     const auto texts = comm::all_gather_bytes(alike, text);
     const auto [a, b] = first_difference(texts[0], texts[other]);
     core::fail<UsageError>(
@@ -64,7 +63,7 @@ void agree_on_construction(const Runtime& runtime) {
         ". Construct the same model on every rank; if a constructor reads "
         "random numbers, call torch::manual_seed first");
   }
-  if (first_other(comm::all_gather_bytes(*runtime.world(), hash_of(states))) == 0) return;
+  if (first_with_other(*runtime.world(), states) == 0) return;
   for (const auto& recording : all) {
     recording->set_states(comm::broadcast_bytes(*runtime.world(), recording->states(), 0));
   }

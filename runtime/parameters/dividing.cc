@@ -85,10 +85,15 @@ class Divider {
     if (!runtime.partitioned()) allow();
   }
 
+  /// Null: nothing is divided.
+  std::shared_ptr<const DividedGraph> preview() const {
+    auto divided = divide(nn::rewrite::why_not(captured_, options_));
+    return divided->parameters.empty() ? nullptr : divided;
+  }
+
   std::shared_ptr<const DividedGraph> run() {
-    auto divided = std::make_shared<DividedGraph>();
     const std::string obstacle = nn::rewrite::why_not(captured_, options_);
-    if (obstacle.empty()) *divided = nn::rewrite::divide(captured_, options_);
+    auto divided = divide(obstacle);
     for (auto& decision : divided->decisions) {
       if (unfit_.count(decision.name) == 0) continue;
       decision.reason = "its memory is shared with another tensor, or has gaps";
@@ -109,6 +114,11 @@ class Divider {
   }
 
  private:
+  std::shared_ptr<DividedGraph> divide(const std::string& obstacle) const {
+    return std::make_shared<DividedGraph>(
+        obstacle.empty() ? nn::rewrite::divide(captured_, options_) : DividedGraph());
+  }
+
   /// Finds the parameters that may be divided by their marks and kinds. A mark is the user's
   /// choice.
   void allow() {
@@ -324,6 +334,12 @@ std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::
   }
   if (!runtime.partitioned()) check_same_kernels(runtime);
   return Divider(runtime, captured, step_name).run();
+}
+
+std::shared_ptr<const DividedGraph> preview_division(Runtime& runtime, const graph::Graph& captured,
+                                                     const std::string& step_name) {
+  if (!runtime.is_tensor_parallel()) return nullptr;
+  return Divider(runtime, captured, step_name).preview();
 }
 
 void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,

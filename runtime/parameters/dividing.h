@@ -29,6 +29,12 @@ std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(Runtime& runtime,
                                                               const graph::Graph& captured,
                                                               const std::string& step_name);
 
+/// The same, decided anew and without its report and errors: for predictions. Every rank gets it by
+/// itself.
+std::shared_ptr<const nn::rewrite::DividedGraph> preview_division(Runtime& runtime,
+                                                                  const graph::Graph& captured,
+                                                                  const std::string& step_name);
+
 /// Leaves this rank its part of a parameter that was whole: the same tensor, with local sizes. One
 /// without data, since it belongs to another rank of the pipeline, gets the sizes. Its gradient is
 /// divided with it. To be called when parameters have owners.

@@ -45,8 +45,6 @@ struct Digest {
   }
 };
 
-uint64_t hash_of(const std::string& text) { return XXH64(text.data(), text.size(), 0); }
-
 /// Hashes inputs where they lie.
 void hash_in_place(const std::vector<at::Tensor>& tensors, Digest& digest) {
   std::vector<at::Tensor> defined;

@@ -11,6 +11,7 @@
 #include "graph/live_results.h"
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/step/measuring.h"
 #include "runtime/step/planning.h"
 
@@ -23,7 +24,10 @@ constexpr double kWorthwhile = 0.02;
 class Chooser {
  public:
   Chooser(Runtime& runtime, const CoalescingRequest& request)
-      : runtime_(runtime), request_(request), ranks_(runtime.topology().pp_size()) {}
+      : runtime_(runtime),
+        request_(request),
+        ranks_(runtime.topology().pp_size()),
+        microbatches_(request.microbatches * runtime.batches()) {}
 
   std::shared_ptr<const graph::Coalesced> run() {
     std::shared_ptr<const graph::Coalesced> chosen;
@@ -41,18 +45,17 @@ class Chooser {
     const Config& config = runtime_.config();
     if (request_.per_microbatch) return "its function runs for each microbatch";
     if (config.pipeline() == "file") return "a schedule file is for one number of microbatches";
-    if (runtime_.is_tensor_parallel()) return "layers may be divided (tensor_parallel_degree)";
     if (config.load_partition()) return "a partition is loaded, which is for one graph";
     return graph::why_not_together(request_.graph);
   }
 
-  /// Numbers of microbatches to run as one, ascending: so many that a microbatch is left for each
-  /// rank, and each gradient shard has whole ones.
+  /// Numbers of microbatches of a batch to run as one, ascending: so many that a microbatch is left
+  /// for each rank, and each gradient shard has whole ones.
   std::vector<int> factors() const {
     const int64_t shards = runtime_.shards_of_replica();
     std::vector<int> result;
     for (int64_t factor = 2; factor <= request_.microbatches; ++factor) {
-      const int64_t left = request_.microbatches / factor;
+      const int64_t left = microbatches_ / factor;
       if (request_.microbatches % factor != 0 || left < ranks_ || left % shards != 0) continue;
       result.push_back(static_cast<int>(factor));
     }
@@ -61,7 +64,7 @@ class Chooser {
 
   std::shared_ptr<graph::Coalesced> make(int factor, std::string& reason) const {
     std::shared_ptr<graph::Coalesced> made = try_to_make(factor, reason);
-    const auto ranks = request_.measured ? runtime_.world() : runtime_.group(CommGroup::kPp);
+    const auto ranks = request_.measured ? runtime_.world() : runtime_.group(CommGroup::kMp);
     const auto texts =
         comm::all_gather_bytes(*ranks, made ? std::to_string(made->graph.fingerprint()) : reason);
     for (const std::string& text : texts) {
@@ -90,9 +93,16 @@ class Chooser {
     return nullptr;
   }
 
+  /// The predicted time of a step that runs the graph, or what ranks that divide it run.
+  double step_us(const graph::Graph& graph, int factor) const {
+    const auto divided = preview_division(runtime_, graph, request_.step_name);
+    return predicted_step_us(runtime_, divided ? divided->graph : graph,
+                             static_cast<int>(microbatches_ / factor));
+  }
+
   double predict(const graph::Graph& graph, int factor) {
-    const int64_t left = request_.microbatches / factor;
-    const double us = predicted_step_us(runtime_, graph, static_cast<int>(left));
+    const int64_t left = microbatches_ / factor;
+    const double us = step_us(graph, factor);
     predictions_ += c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ",
                              partitioner::format_time(us));
     return us;
@@ -126,7 +136,7 @@ class Chooser {
   std::shared_ptr<const graph::Coalesced> like_the_first(std::string& reason) {
     const int64_t most = runtime_.first_step.coalescing > 0
                              ? runtime_.first_step.coalescing
-                             : std::max<int64_t>(request_.microbatches / (2 * ranks_), 1);
+                             : std::max<int64_t>(microbatches_ / (2 * ranks_), 1);
     int chosen = 1;
     for (int factor : factors()) {
       if (factor <= most) chosen = factor;
@@ -137,22 +147,19 @@ class Chooser {
     if (!made) return nullptr;
     partitioner::estimate_costs(made->graph, runtime_.first_step.measured.get(),
                                 runtime_.first_step.costs.compute);
-    if (predicted_step_us(runtime_, made->graph, static_cast<int>(request_.microbatches / chosen)) <
-        std::numeric_limits<double>::infinity()) {
-      return made;
-    }
+    if (step_us(made->graph, chosen) < std::numeric_limits<double>::infinity()) return made;
     reason = "there is no plan for more samples at once";
     return nullptr;
   }
 
   void report(const graph::Coalesced* chosen, const std::string& reason) const {
     if (runtime_.rank() != 0) return;
-    std::string text = c10::str("step function \"", request_.step_name,
-                                "\": ", request_.microbatches, " microbatches run ");
+    std::string text = c10::str("step function \"", request_.step_name, "\": ", microbatches_,
+                                " microbatches run ");
     if (chosen != nullptr) {
-      text += c10::str("as ", request_.microbatches / chosen->map.factor, " of ",
-                       chosen->map.factor, " (\"numerics\": \"fast\"); ", chosen->run_once(),
-                       " of ", chosen->map.operators.size(), " operators run once for all ",
+      text += c10::str("as ", microbatches_ / chosen->map.factor, " of ", chosen->map.factor,
+                       " (\"numerics\": \"fast\"); ", chosen->run_once(), " of ",
+                       chosen->map.operators.size(), " operators run once for all ",
                        chosen->map.factor);
     } else {
       text += c10::str("one by one, though \"numerics\" is \"fast\": ", reason);
@@ -164,6 +171,7 @@ class Chooser {
   Runtime& runtime_;
   const CoalescingRequest& request_;
   const int ranks_;
+  const int64_t microbatches_;  // in all batches that the ranks run
   std::string predictions_;
 };
 

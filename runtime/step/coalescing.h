@@ -20,9 +20,9 @@ namespace smp::runtime {
 /// A captured step that may run several of its microbatches as one. Internal.
 struct CoalescingRequest {
   std::string step_name;
-  const graph::Graph& graph;  ///< graph of one microbatch, with costs
-  int64_t microbatches = 1;
-  bool measured = false;        ///< the graph's costs are measured, in this call
+  const graph::Graph& graph;    ///< graph of one microbatch, with costs
+  int64_t microbatches = 1;     ///< in one batch
+  bool measured = false;        ///< the graph's times are measured, in this call
   bool per_microbatch = false;  ///< the function runs for each of them
   graph::RandomKey key;
   /// The inputs of the first of so many microbatches.
@@ -34,9 +34,9 @@ struct CoalescingRequest {
 /// Chooses, with `"numerics": "fast"`, how many microbatches of the step run as one, and the graph
 /// that does it, with costs; null if they run one by one. It takes the number that is predicted to
 /// be fastest, by costs measured for each candidate number, and later graphs follow the first. Says
-/// its decision and the reason in the log. The same on all ranks of a pipeline, and on all replicas
-/// that run as many microbatches of the graph; collective over the pipeline, and over the world if
-/// the costs are measured.
+/// its decision and the reason in the log. The same on all ranks of a pipeline and its
+/// tensor-parallel groups, and on all replicas that run as many microbatches of the graph;
+/// collective over those ranks, and over the world if the times are measured.
 std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
                                                           const CoalescingRequest& request);
 

@@ -74,13 +74,14 @@ void check_same_first_step(const Job& job, const graph::Graph& graph, int64_t mi
                  "All replicas must begin with the same step function on inputs of the same shape");
 }
 
-void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+bool measure_costs_once(Runtime& runtime, graph::Graph& graph,
                         const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                         const std::vector<uint64_t>& checksums, const std::string& step_name) {
   const Config& config = runtime.config();
-  const bool times = config.trace_execution_times();
+  const bool runs = !config.skip_tracing() && !runs_in_group(runtime, graph);
+  const bool times = runs && config.trace_execution_times();
   const partitioner::Compute& compute = runtime.first_step.costs.compute;
-  if (config.skip_tracing() || runs_in_group(runtime, graph)) {
+  if (!runs) {
     partitioner::estimate_costs(graph, nullptr, compute);
   } else if (runtime.rank() == 0) {
     const BufferRestorer restorer(runtime.table());
@@ -94,6 +95,7 @@ void measure_costs_once(Runtime& runtime, graph::Graph& graph,
   const std::string bytes =
       comm::broadcast_bytes(*runtime.world(), graph::costs_to_bytes(graph), 0);
   graph::costs_from_bytes(graph, bytes);
+  return times;
 }
 
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {

@@ -20,9 +20,10 @@ void check_same_first_step(const Job& job, const graph::Graph& graph, int64_t mi
                            const std::string& step_name);
 
 /// Measures the graph's costs on world rank 0, or estimates them if the configuration says so or
-/// the graph needs a tensor-parallel group to run, and sends them to all ranks. Collective over the
-/// world; all ranks have captured the same graph. `checksums` are of the recorded run.
-void measure_costs_once(Runtime& runtime, graph::Graph& graph,
+/// the graph needs a tensor-parallel group to run, and sends them to all ranks. Returns whether
+/// times are measured. Collective over the world; all ranks have captured the same graph.
+/// `checksums` are of the recorded run.
+bool measure_costs_once(Runtime& runtime, graph::Graph& graph,
                         const std::vector<at::Tensor>& inputs, const graph::RandomKey& key,
                         const std::vector<uint64_t>& checksums, const std::string& step_name);
 

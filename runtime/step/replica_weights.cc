@@ -2,7 +2,6 @@
 #include "runtime/step/replica_weights.h"
 
 #include <c10/util/StringUtil.h>
-#include <xxhash.h>
 
 #include <cstdint>
 #include <cstring>
@@ -37,8 +36,7 @@ std::string differing_weight(const Runtime& runtime) {
     weights.push_back(entry.tensor);
   }
   const std::string mine = bytes_of(graph::hashes_in_place(weights));
-  const auto digests =
-      comm::all_gather_bytes(replicas, bytes_of({XXH64(mine.data(), mine.size(), /*seed=*/0)}));
+  const auto digests = comm::all_gather_bytes(replicas, std::to_string(hash_of(mine)));
   if (first_other(digests) == 0) return "";
   const auto all = comm::all_gather_bytes(replicas, mine);
   const size_t other = first_other(all);

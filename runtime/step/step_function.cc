@@ -63,10 +63,6 @@ int64_t period_of(const std::string& guard) {
   return guard == "first_step" ? 0 : std::stoll(guard);
 }
 
-bool measures_times(const Config& config) {
-  return !config.skip_tracing() && config.trace_execution_times();
-}
-
 std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) {
   std::vector<graph::TensorMeta> metas;
   for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
@@ -509,16 +505,17 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
                             " microbatches: ", microbatches(), " do not divide it"));
   }
   const bool first = !runtime_->partitioned();
-  const bool measured = captures_on_data();
   if (first) check_same_first_step(*runtime_, *traced.found, call.microbatches, name_);
-  if (measured) {
-    measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(), traced.checksums, name_);
+  bool measured = false;
+  if (captures_on_data()) {
+    measured = measure_costs_once(*runtime_, *traced.found, inputs[0], random_key(),
+                                  traced.checksums, name_);
     runtime_->first_step.measured = traced.found;
   } else {
     partitioner::estimate_costs(*traced.found, runtime_->first_step.measured.get(),
                                 runtime_->first_step.costs.compute);
   }
-  const auto coalesced = coalesce(traced, call, measured && measures_times(runtime_->config()));
+  const auto coalesced = coalesce(traced, call, measured);
   std::shared_ptr<const graph::Graph> runs = traced.found;
   if (coalesced) runs = {coalesced, &coalesced->graph};
   graph::GraphMap map = coalesced ? coalesced->map : graph::GraphMap::in_order(*runs);
@@ -531,6 +528,7 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
   if (first) save_first_graph(*runtime_, *runs);
   // The guard compares with the graph as captured; the steps run it in the plan's order.
   auto planned = make_plan(*runtime_, runs, count);
+  if (divided) nn::rewrite::check_layouts(*divided, *planned.graph);
   if (first) {
     apply_first_plan(*runtime_, planned, count, divided ? divided->parameters : Splits());
   }

@@ -15,7 +15,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-/// A rank of a job of two stages that has trained once.
+/// A rank of a job of two that has trained once.
 struct Rank {
   DistributedModel<Mlp>& model;
   DistributedOptimizer<torch::optim::AdamW>& optimizer;
@@ -63,6 +63,7 @@ std::vector<Meeting> meetings_of_model() {
           {"smp::save_pretrained",
            [](const Rank& rank) { save_pretrained(rank.folder + "c", rank.model); }},
           {"smp::keep_copy", [](const Rank& rank) { keep_copy(rank.model, rank.optimizer); }},
+          {"smp::grad_norm", [](const Rank& rank) { grad_norm(rank.model); }},
           {"smp::clip_grad_norm_", [](const Rank& rank) { clip_grad_norm_(rank.model, 1); }},
           {"smp::allgather", object},
       },
@@ -83,6 +84,7 @@ std::vector<Meeting> meetings_of_world() {
           {"smp::load_pretrained",
            [](const Rank& rank) { load_pretrained(rank.folder + "none", rank.model); }},
           {"smp::memory_report", [](const Rank&) { memory_report(); }},
+          {"smp::stop_requested", [](const Rank&) { stop_requested(); }},
           {"smp::allgather", object},
       },
       CommGroup::kWorld);
@@ -103,16 +105,35 @@ std::vector<Meeting> meetings_of_pipeline() {
       CommGroup::kPp);
 }
 
+/// In that of replicas, which divide the optimizer's state.
+std::vector<Meeting> meetings_of_replicas() {
+  return with_own_collectives(
+      {
+          {"call 2 of step function \"train\"", [](const Rank& rank) { rank.train(); }},
+          {"optimizer.step", [](const Rank& rank) { rank.optimizer.step(); }},
+      },
+      CommGroup::kRdp);
+}
+
+/// In that of the ranks that have batches of their own.
+std::vector<Meeting> meetings_of_batches() {
+  return with_own_collectives(
+      {{"smp::count_tokens", [](const Rank&) { return count_tokens(torch::ones({1})); }}},
+      CommGroup::kDp);
+}
+
+Config pipeline_job() { return Config().partitions(2).recovery("restart").preempt_seconds(100); }
+Config replica_job() { return Config().ddp(true).shard_optimizer_state(true); }
+
 class CallMismatch : public SavedRunTest {
  protected:
   /// The errors of two ranks that make these calls.
-  std::array<std::string, 2> errors_of(const Meeting& zero, const Meeting& one) const {
+  std::array<std::string, 2> errors_of(const Config& config, const Meeting& zero,
+                                       const Meeting& one) const {
     std::array<std::string, 2> texts;
-    const auto config =
-        Config().partitions(2).microbatches(2).timeout_seconds(60).recovery("restart");
     const auto x = torch::ones({4, MlpImpl::kWidth});
     try {
-      run_as_threads(2, config, [&] {
+      run_as_threads(2, Config(config).microbatches(2).timeout_seconds(60), [&] {
         Mlp net(2);
         DistributedModel<Mlp> model(net);
         DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
@@ -137,7 +158,8 @@ class CallMismatch : public SavedRunTest {
     return texts;
   }
 
-  void expect_all_pairs_named(const std::vector<Meeting>& meetings) const {
+  void expect_all_pairs_named(const std::vector<Meeting>& meetings,
+                              const Config& config = pipeline_job()) const {
     const RecoveryInMemory memory;
     for (size_t a = 0; a < meetings.size(); ++a) {
       for (size_t b = a + 1; b < meetings.size(); ++b) {
@@ -147,7 +169,9 @@ class CallMismatch : public SavedRunTest {
             both_own ? c10::str("rank 0 called ", zero.collective, ", rank 1 called ",
                                 one.collective, ".")
                      : c10::str("rank 0 is in ", zero.name, ", rank 1 is in ", one.name, ".");
-        for (const std::string& text : errors_of(zero, one)) EXPECT_THAT(text, HasSubstr(expected));
+        for (const std::string& text : errors_of(config, zero, one)) {
+          EXPECT_THAT(text, HasSubstr(expected));
+        }
       }
     }
   }
@@ -159,6 +183,11 @@ TEST_F(CallMismatch, OfAllPairsThatMeetInTheWorld) { expect_all_pairs_named(meet
 
 TEST_F(CallMismatch, OfAllPairsThatMeetInAPipeline) {
   expect_all_pairs_named(meetings_of_pipeline());
+}
+
+TEST_F(CallMismatch, OfAllPairsThatMeetAmongReplicas) {
+  expect_all_pairs_named(meetings_of_replicas(), replica_job());
+  expect_all_pairs_named(meetings_of_batches(), replica_job());
 }
 
 }  // namespace

@@ -101,8 +101,21 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Frozen,
                                            Layout{2, 2, 2, "simple"}, Layout{2, 1, 4, "zb_h2"},
                                            Layout{3, 1, 3, "zb_h1"}, Layout{2, 1, 4, "list"},
                                            Layout{2, 2, 4, "breadth_first"}, Layout{2, 1, 4, "zbv"},
-                                           Layout{2, 1, 4, "auto"}.with_steps(14),
-                                           Layout{2, 1, 2, "1f1b", /*fusion=*/true}));
+                                           Layout{2, 1, 4, "auto"}.with_steps(14)));
+
+/// Fused products round otherwise than one process, and alike in all layouts.
+TEST(FrozenModel, FusedSumsAreThoseOfOneStage) {
+  torch::set_num_threads(1);
+  const auto train_on = [](int stage_count) {
+    auto tested = parity::training<TinyGpt, torch::optim::AdamW>(
+        Layout{stage_count, 1, 2, "1f1b"},
+        std::function<TinyGpt()>([] { return partly_frozen(/*trained=*/1); }),
+        torch::optim::AdamWOptions(1e-2));
+    tested.config.gradient_accumulation_fusion(true).skip_tracing(true);
+    return tested.run_on_ranks();
+  };
+  expect_same(train_on(2), train_on(1));
+}
 
 TEST(FrozenModel, HasAllBackwardsWhereAllLayersAreTrained) {
   torch::set_num_threads(1);

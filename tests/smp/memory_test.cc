@@ -99,7 +99,7 @@ TEST(Memory, AModelOfThreeTimesTheLimitTrains) {
   at::set_num_threads(1);
   // Freed blocks go back to the system, so that the limit is about memory in use.
   mallopt(M_MMAP_THRESHOLD, 64 << 10);
-  init(stages(kRanks).keep_freed_memory(false));
+  init(stages(kRanks).keep_freed_memory(false).trace_execution_times(false));
   torch::manual_seed(1);
   const torch::Tensor x = torch::randn({4, kWide});
   const Reference reference = run_plain(x);

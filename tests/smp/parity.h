@@ -16,7 +16,6 @@ struct Layout {
   int replicas;
   int microbatches;  // microbatches of one replica
   std::string pipeline;
-  bool fusion = false;  // gradient_accumulation_fusion
   int steps = 3;
   std::string placement = "cluster";
 
@@ -30,7 +29,6 @@ struct Layout {
 inline std::ostream& operator<<(std::ostream& out, const Layout& layout) {
   return out << layout.stages << " stages x " << layout.replicas << " replicas, "
              << layout.microbatches << " microbatches, " << layout.pipeline
-             << (layout.fusion ? ", fused" : "")
              << (layout.placement == "cluster" ? "" : ", " + layout.placement);
 }
 
@@ -39,7 +37,6 @@ inline Config config_of(const Layout& layout) {
       .partitions(layout.stages)
       .microbatches(layout.microbatches)
       .pipeline(layout.pipeline)
-      .gradient_accumulation_fusion(layout.fusion)
       .ddp(layout.replicas > 1)
       .placement_strategy(layout.placement)
       .seed(kSeed)

@@ -60,7 +60,7 @@ Config config_of(const Sharded& run, double clipping = kNoClipping) {
 }
 
 parity::Layout layout_of(const Sharded& run) {
-  return {1, run.replicas, run.microbatches, "interleaved", false, run.steps};
+  return {1, run.replicas, run.microbatches, "interleaved", run.steps};
 }
 
 /// Elements of the parameters that a rank holds.
@@ -313,13 +313,45 @@ TEST(ShardedParameters, GradientsAreClipped) {
   }
 }
 
+/// The one default by which results are not those of the plain program: a norm of 1.
+TEST(ShardedParameters, ClippingIsToldOnce) {
+  const auto log_with = [](Config config) {
+    ::testing::internal::CaptureStderr();
+    run_as_threads(2, config.microbatches(2), [] {
+      DistributedModel<torch::nn::Linear> model(torch::nn::Linear(4, 4));
+      auto train = step([&](torch::Tensor x) { model->backward(model(x).sum()); });
+      auto evaluate = step([&](torch::Tensor x) { return model(x); });
+      for (int i = 0; i < 2; ++i) {
+        train(torch::ones({4, 4}));
+        evaluate(torch::ones({4, 4}));
+      }
+    });
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const auto sharded = Config().ddp(true).sharded_data_parallel_degree(2);
+  const auto line = [](const std::string& norm) {
+    return "[smp rank 0 dp 0/2] sharded data parallelism: optimizer.step() clips gradients to a "
+           "norm of " +
+           norm +
+           " over all of them (\"sdp_gradient_clipping\"); a value that no norm reaches, such as "
+           "1e9, leaves them as they are\n";
+  };
+  for (const auto& [config, norm] :
+       {std::pair(sharded, "1"), std::pair(Config(sharded).sdp_gradient_clipping(0.25), "0.25")}) {
+    const std::string log = log_with(config);
+    expect_has(log, {line(norm)});
+    EXPECT_EQ(log.find("clips gradients"), log.rfind("clips gradients")) << log;
+  }
+  EXPECT_EQ(log_with(Config().ddp(true)).find("clips gradients"), std::string::npos);
+}
+
 /// Checkpoints are whole: into a plain module, another degree, and no sharding at all, and back.
 TEST(ShardedParameters, SaveAndLoad) {
   const TempFolder folder;
   const std::string path = folder.file("checkpoint");
   const auto of_degree = [](int degree, int64_t threshold) {
     auto result = parity::training<TinyGpt, torch::optim::AdamW>(
-        {1, 4, 1, "simple", false, 4}, std::function<TinyGpt()>(tied_gpt), kAdamW);
+        {1, 4, 1, "simple", 4}, std::function<TinyGpt()>(tied_gpt), kAdamW);
     result.config = config_of({4, degree, 1, threshold});
     result.evaluates = false;
     return result;

@@ -14,6 +14,7 @@
 #include "optim/state_dict.h"
 #include "runtime/runtime.h"
 #include "runtime/update/divided_states.h"
+#include "tests/checkpoint/content.h"
 #include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/tensor_parallel.h"
 #include "tests/smp/tensor_parallel_sharding.h"
@@ -276,6 +277,41 @@ TEST_F(TensorParallelCheckpoint, IsSavedBeforeTheFirstStep) {
     const auto plain = make_model<PlainModel>(9);
     load_into_module(path(name), *plain);
     expect_equal(state_of(*plain), expected, "value from " + name);
+  }
+}
+
+/// At each point of a program, in each division.
+TEST_F(TensorParallelCheckpoint, LoadedAndSavedAgainIsTheSame) {
+  std::vector<Division> divisions = kDivisions;
+  divisions.push_back({{4}, unchanged});
+  divisions.push_back({{2, 2}, [](Config config) { return config.bf16(true); }});
+  for (const auto& [layout, change] : divisions) {
+    SCOPED_TRACE(c10::str(layout));
+    const std::string trained = path("trained");
+    run(
+        layout,
+        [&](Rank& rank) {
+          rank.train(0);
+          rank.train(1);
+          save(trained, rank.model, rank.optimizer);
+        },
+        5, change);
+    const auto expected = content_of(trained);
+    run(
+        layout,
+        [&](Rank& rank) {
+          const auto loads_and_saves = [&](const std::string& point) {
+            load(trained, rank.model, rank.optimizer);
+            save(path("again"), rank.model, rank.optimizer);
+            if (smp::rank() == 0) EXPECT_EQ(content_of(path("again")), expected) << point;
+            barrier();  // until it has been read
+          };
+          loads_and_saves("before the first step");
+          loads_and_saves("a second time");
+          rank.train(2);
+          loads_and_saves("after it");
+        },
+        6, change);
   }
 }
 
