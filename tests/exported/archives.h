@@ -2,15 +2,12 @@
 #pragma once
 
 #include <caffe2/serialize/inline_container.h>
-#include <torch/torch.h>
 
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
-#include "checkpoint/safetensors.h"
 #include "tests/temp_folder.h"
 
 /// The archives that make_fixtures.py has written, and changed ones.
@@ -19,31 +16,6 @@ namespace smp::testing {
 inline std::string archive(const std::string& name) {
   return "tests/exported/archives/" + name + ".pt2";
 }
-
-/// The results of Python with an archive: tensors by name.
-class Expected {
- public:
-  explicit Expected(const std::string& name)
-      : reader_("tests/exported/archives/" + name + ".safetensors") {}
-
-  bool has(const std::string& name) const { return reader_.entries().count(name) > 0; }
-  torch::Tensor at(const std::string& name) const { return reader_.read(name); }
-  std::vector<torch::Tensor> inputs(int step) const {
-    std::vector<torch::Tensor> result;
-    while (has(std::to_string(step) + ".input." + std::to_string(result.size()))) {
-      result.push_back(at(std::to_string(step) + ".input." + std::to_string(result.size())));
-    }
-    return result;
-  }
-  std::vector<std::string> names() const {
-    std::vector<std::string> result;
-    for (const auto& entry : reader_.entries()) result.push_back(entry.first);
-    return result;
-  }
-
- private:
-  checkpoint::SafetensorsReader reader_;
-};
 
 using Records = std::map<std::string, std::string>;
 

@@ -1,30 +1,23 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the archives in tests/exported/archives, and Python's results with them.
+"""Writes the archives in tests/exported/archives.
 
 usage: make_fixtures.py FOLDER [NAME...]  (a Python with torch 2.11; all without a NAME)
 
-Each NAME.pt2 is a program of one of the models below, and NAME.safetensors what Python's
-`ep.module()` computes: of three steps the inputs, the loss and all gradients, with a step of SGD
-(0.1) after each, and all parameters and buffers at the end. One thread, and
-torch.manual_seed(100 + step) before the forward pass of each step. Of evaluations there are inputs
-and losses only. Inputs that the program has written are there once more, as it leaves them.
+Each NAME.pt2 is a program of one of the models below. torch_2_9.pt2 and the like are "zoo" as that
+version of torch writes it: run with it, this program writes that alone. torch.export.load of 2.11
+refuses those of 2.10. The version stands in the archive ("torch_version" in models/model.json).
 
-torch_2_9.pt2 and the like are "zoo" as that version of torch writes it: run with it, this program
-writes that alone. zoo.safetensors is what they compute, too; torch.export.load of 2.11 refuses
-those of 2.10. The version stands in the archive ("torch_version" in models/model.json).
+Results are not stored: kernels differ by CPU. Tests have results.py compute them.
 """
 
-import json
 import pathlib
-import struct
 import sys
 
 import torch
 from torch import nn
 from torch.export import Dim
 
-STEPS = 3
 BATCH = Dim("batch", min=2, max=64)
 
 
@@ -196,64 +189,6 @@ class Small(nn.Module):
         return self.layer(x).relu()
 
 
-def loss_of(result):
-    if isinstance(result, dict):
-        result = result["out"][0]
-    return (result * result).mean()
-
-
-def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for v in value for t in tensors_in(v)] if isinstance(value, (list, tuple)) else []
-
-
-def write_safetensors(path, tensors):
-    types = {torch.float32: "F32", torch.int64: "I64"}
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        raw = bytes(tensor.detach().contiguous().clone().untyped_storage())
-        header[name] = {"dtype": types[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def expected(program, make_inputs, train):
-    """The results of a training, or an evaluation, by Python's module of the program."""
-    module = program.module()
-    parameters = dict(module.named_parameters())
-    tensors = {}
-    for step in range(STEPS):
-        torch.manual_seed(50 + step)
-        args, kwargs = make_inputs(step)
-        inputs = tensors_in([args, kwargs])
-        for i, tensor in enumerate(inputs):
-            tensors[f"{step}.input.{i}"] = tensor.clone()
-        torch.manual_seed(100 + step)
-        module.zero_grad()
-        loss = loss_of(module(*args, **kwargs))
-        tensors[f"{step}.loss"] = loss.clone()
-        for i, tensor in enumerate(inputs):
-            if not torch.equal(tensor, tensors[f"{step}.input.{i}"]):
-                tensors[f"{step}.written.{i}"] = tensor.clone()
-        if not train:
-            continue
-        loss.backward()
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                tensors[f"{step}.gradient.{name}"] = parameter.grad.clone()
-                with torch.no_grad():
-                    parameter.add_(parameter.grad, alpha=-0.1)
-    for name, tensor in [*parameters.items(), *module.named_buffers()] if train else []:
-        tensors[f"value.{name}"] = tensor.detach().clone()
-    return tensors
-
-
 def export(path, model, make_inputs, dynamic=None, core=False):
     args, kwargs = make_inputs(0)
     program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic)
@@ -263,7 +198,6 @@ def export(path, model, make_inputs, dynamic=None, core=False):
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else []:
             node.meta.pop("stack_trace", None)  # paths of this machine
     torch.export.save(program, path)
-    return program
 
 
 def tokens(step):
@@ -327,10 +261,7 @@ def main(folder, names):
     for name in names or PROGRAMS:
         seed, make, inputs, *options = PROGRAMS[name]
         torch.manual_seed(seed)
-        model = make()
-        program = export(folder / f"{name}.pt2", model, inputs, *options)
-        write_safetensors(folder / f"{name}.safetensors",
-                          expected(program, inputs, model.training))
+        export(folder / f"{name}.pt2", make(), inputs, *options)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Agent:
     def __init__(self, programs, config, arguments, environment, log):
         del programs
         environment = {**environment, "SM_HP_MP_PARAMETERS": config.read_text(), "WORLD_SIZE": "4",
-                       "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         self.ranks = [subprocess.Popen(arguments, env={**environment, "RANK": str(rank)},
                                        stdout=log, stderr=subprocess.STDOUT) for rank in range(4)]
 

@@ -49,7 +49,7 @@ TEST_F(Saving, GoesOnBesideTraining) {
   const Outcome outcome = run();
   ASSERT_EQ(outcome.status, 0) << outcome.output;
   EXPECT_EQ(saved(), 2);
-  // Their indices hold the hashes of all tensors.
+  // Their indices hold the hashes of all tensors. A job has one plan: the same ranks wrote them.
   EXPECT_EQ(Reader(folder_ + "/a").index().to_text(),
             Reader(folder_ + "/expected").index().to_text());
 }

@@ -5,11 +5,21 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/reader.h"
+#include "checkpoint/safetensors.h"
 #include "core/check.h"
 #include "core/text.h"
+#include "exported/loaded_program.h"
+#include "graph/hash_log.h"
+#include "graph/serialize.h"
+#include "pipeline/schedule_file.h"
+#include "smp/config.h"
+#include "smp/name_map.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -128,11 +138,11 @@ std::vector<Name> names() {
           {"a path", "../../etc/passwd"}};
 }
 
-/// That the reader's words about a text have an end, and no line that it has not made.
-void expect_shown(const Reader& reader, const std::string& text) {
+/// That a reader's words have an end, and no line that it has not made.
+void expect_shown(const std::function<void()>& read) {
   std::string error;
   try {
-    reader.read(text);
+    read();
   } catch (const Error& refused) {
     error = refused.what();
   } catch (const std::exception& other) {
@@ -141,6 +151,10 @@ void expect_shown(const Reader& reader, const std::string& text) {
   EXPECT_LE(error.size(), 40000u);
   EXPECT_EQ(core::printable_lines(error), error);
   EXPECT_EQ(error.find("\n[smp] forged"), std::string::npos) << error;
+}
+
+void expect_shown(const Reader& reader, const std::string& text) {
+  expect_shown([&] { reader.read(text); });
 }
 
 const Reader& reader_called(const std::string& name) {
@@ -201,6 +215,32 @@ TEST(Readers, TakeOrRefuseNamesInHeaders) {
       SCOPED_TRACE(std::string(name.what) + " in " + header);
       expect_shown(reader_called("safetensors"),
                    safetensors_file(replaced(header, "@", in_json(name.text))));
+    }
+  }
+}
+
+/// The file is of another kind, or is not there.
+TEST(Readers, ShowNamesOfFilesOnOneLine) {
+  const std::map<std::string, std::function<void(const std::string&)>> openers = {
+      {"config", Config::from_file},
+      {"checkpoint", [](const std::string& path) { checkpoint::Reader reader(path); }},
+      {"safetensors", [](const std::string& path) { checkpoint::SafetensorsReader reader(path); }},
+      {"name map", NameMap::from_file},
+      {"schedule", pipeline::load_schedule},
+      {"graph", graph::load_graph},
+      {"hashes", [](const std::string& path) { graph::HashLogReader reader(path); }},
+      {"program", [](const std::string& path) { exported::LoadedProgram program(path); }}};
+  const TempFolder folder;
+  for (const std::string name : {"x\n[smp] forged", "\x1b[2J\r",
+                                 "\xc2\x9b"
+                                 "31m",
+                                 "\xe2\x80\xae", "\xff"}) {
+    const std::string file = folder.write(name, "@");
+    for (const auto& [reader, open] : openers) {
+      SCOPED_TRACE(reader + ": " + core::printable(name));
+      expect_shown([&, open = open] { open(file); });
+      expect_shown([&, open = open] { open(file + "/none"); });
+      expect_shown([&, open = open] { open(folder.file("none" + name + ".json")); });
     }
   }
 }

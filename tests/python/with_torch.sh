@@ -3,7 +3,7 @@
 # usage: with_torch.sh LIBTORCH PACKAGES SMDDP FOLDER COMMAND [ARGUMENT...]
 # Runs the command with a Python that imports the torch that the build has fetched as libtorch
 # (LIBTORCH is a file of it), the packages that it needs (PACKAGES is a file beside them) and
-# smdistributed (SMDDP is a file in the folder that holds it, below smdistributed).
+# smdistributed (SMDDP is a file in the folder that holds it, below smdistributed; empty: without).
 #
 # That torch is linked against libraries of CUDA, gigabytes that nothing here calls. For those that
 # are missing, FOLDER gets stand-ins. They hold only the symbols looked up when a library is loaded,
@@ -12,7 +12,7 @@
 set -u
 torch=$(realpath "$1") && torch=${torch%/torch/*}
 packages=$(dirname "$(realpath "$2")")
-smddp=$(realpath "$3") && smddp=${smddp%/smdistributed/*}
+smddp=${3:+$(realpath "$3")} && smddp=${smddp%/smdistributed/*}
 folder=$(realpath -m "$4")
 shift 4
 
@@ -43,5 +43,5 @@ if [ ! -e "$folder/sitecustomize.py" ]; then
   printf 'import os\nimport sys\n\nsys.setdlopenflags(os.RTLD_LAZY)\n' >"$folder/sitecustomize.py"
 fi
 
-export PYTHONPATH=$folder:$torch:$packages:$smddp PYTHONPYCACHEPREFIX=$folder/compiled
+export PYTHONPATH=$folder:$torch:$packages${smddp:+:$smddp} PYTHONPYCACHEPREFIX=$folder/compiled
 exec "$@"

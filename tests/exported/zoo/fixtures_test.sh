@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# usage: fixtures_test.sh ZOO_RUN
-# Trains each program of fixtures/ on 1, 2 and 4 ranks: losses and values have Python's bits.
+# usage: fixtures_test.sh LIBTORCH PACKAGES ZOO_RUN  (the first two are those of with_torch.sh)
+# Trains each program of fixtures/ on 1, 2 and 4 ranks: losses, gradients and values have the bits of
+# Python, which trains them first.
 set -uo pipefail
-run=$PWD/$1
-cd "$(dirname "$0")/fixtures" || exit 1
+run=$3 here=$(dirname "$0")
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+bash tests/python/with_torch.sh "$1" "$2" "" "$results/python" \
+  python3 "$here/fixtures.py" "$results" || exit 1
 status=0
-for archive in *.pt2; do
-  model=${archive%.pt2} # NAME.LOSS
+for archive in "$here"/fixtures/*.pt2; do
+  model=$(basename "$archive" .pt2) # NAME.LOSS
   echo "$model"
-  SMP_LOG_LEVEL=error "$run" "$archive" "$model.safetensors" "${model##*.}" || status=1
+  SMP_LOG_LEVEL=error "$run" "$archive" "$results/$model.safetensors" "${model##*.}" || status=1
 done
 exit $status

@@ -82,6 +82,35 @@ def train(module, optimizer, batches, loss, call):
     return trace
 
 
+def tensors_of(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def run_keyed(module, inputs, key, on_random=None):
+    """Calls `ep.module()` with arguments by name, in the order of the export."""
+    return streams.KeyedInterpreter(module, key, on_random).run(*inputs.values())
+
+
+def train_program(program, batches, loss):
+    """The results of `ep.module()` with each optimizer, by name."""
+    module, buffers = program.module(), set(program.graph_signature.buffers)
+    initial = {name: tensor.detach().clone() for name, tensor in tensors_of(module).items()}
+    trace = {}
+    for optimizer in OPTIMIZERS:
+        with torch.no_grad():
+            for name, tensor in tensors_of(module).items():
+                tensor.copy_(initial[name])
+                tensor.grad = None
+        trace.update(train(module, optimizer, batches, loss,
+                           lambda inputs, key: run_keyed(module, inputs, key)))
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | buffers
+    def is_known(key):
+        _, kind, name = key.split(".", 2)
+        return kind != "value" or name in names
+
+    return {key: tensor.contiguous() for key, tensor in trace.items() if is_known(key)}
+
+
 def same_bits(a, b):
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

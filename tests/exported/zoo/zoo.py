@@ -70,36 +70,6 @@ def calls_of(program):
             if node.op == "call_function"]
 
 
-def tensors_of(module):
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def run_keyed(module, inputs, key, on_random=None):
-    """Calls `ep.module()` with arguments by name, in the order of the export."""
-    return streams.KeyedInterpreter(module, key, on_random).run(*inputs.values())
-
-
-def train_program(program, batches, loss, buffers):
-    """The results of `ep.module()` with each optimizer, by name."""
-    module = program.module()
-    initial = {name: tensor.detach().clone() for name, tensor in tensors_of(module).items()}
-    trace = {}
-    for optimizer in reference.OPTIMIZERS:
-        with torch.no_grad():
-            for name, tensor in tensors_of(module).items():
-                tensor.copy_(initial[name])
-                tensor.grad = None
-        trace.update(reference.train(
-            module, optimizer, batches, loss,
-            lambda inputs, key: run_keyed(module, inputs, key)))
-    names = {name for name, _ in module.named_parameters(remove_duplicate=False)} | buffers
-    def is_known(key):
-        _, kind, name = key.split(".", 2)
-        return kind != "value" or name in names
-
-    return {key: tensor.contiguous() for key, tensor in trace.items() if is_known(key)}
-
-
 def backward_of(model, result, targets):
     reference.loss_of(result, model.loss, reference.microbatch_of(targets, 0)).backward()
 
@@ -109,10 +79,11 @@ def log_of_program(program, model, inputs, targets):
     module, key = program.module(), reference.key_of(0, 0)
     draws = operators.DrawLog()
     with draws:
-        run_keyed(module, reference.microbatch_of(inputs, 0), key, draws.on_random)
+        reference.run_keyed(module, reference.microbatch_of(inputs, 0), key, draws.on_random)
     kernels = operators.KernelLog()
     with kernels:
-        backward_of(model, run_keyed(module, reference.microbatch_of(inputs, 0), key), targets)
+        result = reference.run_keyed(module, reference.microbatch_of(inputs, 0), key)
+        backward_of(model, result, targets)
     return draws.draws, kernels.kernels
 
 
@@ -166,7 +137,7 @@ def results_of(path, *args, **kwargs):
     # Tied parameters have one memory after loading, and one of them has the gradient.
     gradients = {parameter.data_ptr(): parameter.grad for parameter in module.parameters()
                  if parameter.grad is not None}
-    for name, tensor in tensors_of(module).items():
+    for name, tensor in reference.tensors_of(module).items():
         if name in program.state_dict:
             found[f"value {name}"] = tensor.detach()
             found[f"gradient {name}"] = gradients.get(tensor.data_ptr())
@@ -223,8 +194,7 @@ def run_model(model, folder, command, known):
     row["operators"] = len(calls_of(program))
     row["random"] = sum(streams.is_random(node.target) for node in calls_of(program))
     batches = batches_of(model)
-    buffers = set(program.graph_signature.buffers)
-    trace = {} if known else train_program(copy.deepcopy(program), batches, model.loss, buffers)
+    trace = {} if known else reference.train_program(copy.deepcopy(program), batches, model.loss)
     for step, (inputs, targets) in enumerate(batches):
         for kind, tensors in (("input", inputs), ("target", targets)):
             trace.update({f"{kind}.{step}.{name}": value for name, value in tensors.items()})
@@ -246,14 +216,13 @@ def run_model(model, folder, command, known):
 
 
 def write_fixture(model, folder, fixtures):
-    """Archive and reference as fixtures_test.sh takes them."""
+    """Archive and batches as fixtures_test.sh takes them."""
     from safetensors.torch import load_file, save_file
     name = f"{model.name}.{model.loss}"
     (fixtures / f"{name}.pt2").write_bytes((folder / f"{model.name}.pt2").read_bytes())
     trace = load_file(folder / f"{model.name}.safetensors")
     save_file({key: tensor for key, tensor in trace.items()
-               if ".gradient." not in key and not key.startswith("adamw.value.")},
-              fixtures / f"{name}.safetensors")
+               if key.startswith(("input.", "target."))}, fixtures / f"{name}.safetensors")
 
 
 def run_in_child(model, folder, command, known):
@@ -313,7 +282,7 @@ def main():
     parser.add_argument("--page", type=pathlib.Path, help="the page that is written of all rows")
     parser.add_argument("--only", nargs="*", help="models by name; none: writes the page only")
     parser.add_argument("--fixtures", type=pathlib.Path,
-                        help="also writes archives there, with inputs, losses and values only")
+                        help="also writes archives there, with their batches")
     parser.add_argument("--back", action="store_true",
                         help="the way back alone, of models that have a row")
     parser.add_argument("--keep", action="store_true", help="archives and references, too")
