@@ -123,8 +123,9 @@ struct Stat {
 };
 
 Stat read_stat(const std::string& path) {
-  std::ifstream in(path);
-  std::string text((std::istreambuf_iterator<char>(in)), {});
+  std::ostringstream read;
+  read << std::ifstream(path).rdbuf();  // throws nothing where the process ends meanwhile
+  const std::string text = read.str();
   const size_t name_end = text.rfind(')');
   if (name_end == std::string::npos) return {};
   std::istringstream fields(text.substr(name_end + 1));

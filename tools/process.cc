@@ -15,7 +15,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <optional>
 #include <sstream>
 #include <system_error>
@@ -293,9 +292,12 @@ class RunningCommand {
   std::optional<Clock::time_point> kill_;   // when the command should have ended
 };
 
+// A file of a process that ends meanwhile cannot be read: an iterator would throw then, and this
+// operator does not.
 std::string read_all(const std::string& file) {
-  std::ifstream in(file);
-  return {std::istreambuf_iterator<char>(in), {}};
+  std::ostringstream text;
+  text << std::ifstream(file).rdbuf();
+  return text.str();
 }
 
 // Whether a process is a child of this one, in its session, and lives.

@@ -157,7 +157,9 @@ TEST_F(Smprun, RanksHaveToComeInTime) {
   const auto begin = [&](const std::string& name, const std::string& text) {
     const fs::path mpirun = folder_ / name / "mpirun";
     fs::create_directory(folder_ / name);
-    std::ofstream(mpirun) << "#!/bin/sh\n" << text;
+    // Written by another process: one that this process forks meanwhile would hold the file open,
+    // and it could not be run.
+    run("printf '%s' '#!/bin/sh\n" + text + "' >" + mpirun.string());
     fs::permissions(mpirun, fs::perms::owner_all);
     return std::async(std::launch::async, run,
                       "PATH=" + mpirun.parent_path().string() + ":$PATH " +
