@@ -193,8 +193,8 @@ std::string ExecutionMode::to_string() const {
   if (autocast_accelerator) {
     parts.push_back(c10::str("autocast_accelerator(", short_name(autocast_accelerator_dtype), ")"));
   }
-  if ((autocast_cpu || autocast_accelerator) && !autocast_cache)
-    parts.push_back("no_autocast_cache");
+  const bool casts = autocast_cpu || autocast_accelerator;
+  if (casts && !autocast_cache) parts.push_back("no_autocast_cache");
   if (default_dtype != at::kFloat) {
     parts.push_back(c10::str("default_dtype ", short_name(default_dtype)));
   }
