@@ -180,7 +180,7 @@ class FakeIpc final : public comm::DeviceIpc {
     ++opens_of(file);
     return as_tensor(memory, device, bytes, [file](void* closed) {
       const FakeLock lock(machine().mutex);
-      // Others may yet read by what they have opened themselves, at the same address.
+      // Others may yet read memory that they have opened themselves, at the same address.
       if (opens_of(file) == 1) machine().check_close(static_cast<char*>(closed));
       --opens_of(file);
     });

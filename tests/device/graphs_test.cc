@@ -48,8 +48,8 @@ struct Result {
   std::vector<int> launches;  // launches of graphs, by step
 };
 
-/// Returns what it is given, in the second half of its memory where that begins above zero, for
-/// which the host has to wait.
+/// Returns its argument, in the second half of its memory if the first number is above zero. The
+/// host has to wait for that number.
 torch::Tensor moved(const torch::Tensor& x) {
   const int64_t begin = !x.is_meta() && x.flatten()[0].item<float>() > 0 ? x.size(0) : 0;
   return torch::cat({x, x}).narrow(0, begin, x.size(0));

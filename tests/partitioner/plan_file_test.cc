@@ -244,15 +244,20 @@ TEST(Predict, MessagesLieOnTheDeviceOfTheSender) {
   EXPECT_EQ(predict(b.graph(), one_rank, StepModel(step).messages(3)).stages[0].messages, 0);
 }
 
-/// A replica's gradient goes to the owner of its parameter.
-TEST(Predict, GradientsOfReplicasAreMessages) {
-  GraphBuilder b;
+/// The plan of two products by one weight, a stage each.
+Plan two_stages_of_a_tied_weight(GraphBuilder& b) {
   const Ref weight = b.parameter("tied", at::ones({4, 4}));
   Ref x = b.op("aten::matmul", {b.input(at::ones({2, 4})), weight});
   x = b.op("aten::matmul", {x, weight});
   b.backward(x);
   b.output(x);
-  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 1}, {});
+  return complete_plan(b.graph(), {0, 1}, {0, 1}, {});
+}
+
+/// A replica's gradient goes to the owner of its parameter.
+TEST(Predict, GradientsOfReplicasAreMessages) {
+  GraphBuilder b;
+  const Plan plan = two_stages_of_a_tied_weight(b);
   const Prediction got = predict(b.graph(), plan, StepModel(4).messages(3));
   EXPECT_EQ(got.stages[0].messages, 3 * 32);
   EXPECT_EQ(got.stages[1].messages, 3 * (32 + 64));
@@ -302,12 +307,7 @@ TEST(Predict, TheStagesOfOneRankAddUpAndSendNothingToEachOther) {
 
 TEST(Predict, ATiedWeightIsKeptTwiceButTrainedOnce) {
   GraphBuilder b;
-  const Ref weight = b.parameter("tied", at::ones({4, 4}));
-  Ref x = b.op("aten::matmul", {b.input(at::ones({2, 4})), weight});
-  x = b.op("aten::matmul", {x, weight});
-  b.backward(x);
-  b.output(x);
-  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 1}, {});
+  const Plan plan = two_stages_of_a_tied_weight(b);
   const Prediction got = predict(b.graph(), plan, StepModel(1));
   EXPECT_EQ(got.stages[0].weights, 64);
   EXPECT_EQ(got.stages[0].optimizer, 128);
