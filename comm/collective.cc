@@ -36,6 +36,8 @@ namespace {
 
 using Kind = Collective::Kind;
 
+std::string place_text(at::Device device) { return device.is_cpu() ? "the CPU" : device.str(); }
+
 // A call and who makes it: the checks need it for their texts.
 struct Caller {
   const Collective& call;
@@ -132,8 +134,8 @@ bool Collective::writes(int rank) const {
 }
 
 bool Signature::operator==(const Signature& other) const {
-  return kind == other.kind && op == other.op && dtype == other.dtype && root == other.root &&
-         numel == other.numel;
+  return kind == other.kind && op == other.op && dtype == other.dtype &&
+         on_device == other.on_device && root == other.root && numel == other.numel;
 }
 
 std::string Signature::text() const {
@@ -151,6 +153,9 @@ std::string Signature::text() const {
     text += c10::str(numel, " x ");
   }
   text += c10::toString(static_cast<c10::ScalarType>(dtype));
+  if (on_device) {
+    text += " on a device";
+  }
   return root < 0 ? text : c10::str(text, " with root ", root);
 }
 
@@ -163,18 +168,19 @@ Signature signature_of(const Collective& call) {
   const at::Tensor& uniform = call.uniform_tensor();
   signature.op = static_cast<uint8_t>(call.op);
   signature.dtype = static_cast<int8_t>(uniform.scalar_type());
+  signature.on_device = !uniform.is_cpu();
   signature.root = call.root;
   signature.numel = call.kind == Kind::kAllToAll ? 0 : uniform.numel();
   return signature;
 }
 
 void check_tensor(const std::string& group, const char* verb, const char* argument,
-                  const at::Tensor& tensor) {
+                  const at::Tensor& tensor, at::Device device) {
   SMP_CHECK_WITH(UsageError, tensor.defined(), verb, " on group '", group, "': ", argument,
                  " is undefined.");
-  SMP_CHECK_WITH(UsageError, tensor.device().is_cpu(), verb, " on group '", group, "': expected ",
-                 argument, " to be on the CPU, got ", tensor.device(),
-                 ". Copy it to the CPU first.");
+  SMP_CHECK_WITH(UsageError, tensor.device() == device, verb, " on group '", group, "': expected ",
+                 argument, " to be on ", place_text(device), ", got ", tensor.device(),
+                 ". Copy it to ", place_text(device), " first.");
   SMP_CHECK_WITH(UsageError, tensor.layout() == c10::kStrided, verb, " on group '", group,
                  "': expected ", argument, " to be dense, got a tensor of layout ", tensor.layout(),
                  ". Pass to_dense() of it.");
@@ -193,17 +199,18 @@ void check_rank(const std::string& group, const char* verb, const char* argument
                  argument, " in 0 to ", size - 1, ", got ", rank, ".");
 }
 
-void check_collective(Collective& call, const std::string& group, int rank, int size) {
+void check_collective(Collective& call, const std::string& group, int rank, int size,
+                      at::Device device) {
   if (call.kind == Kind::kBarrier) {
     return;
   }
   const Caller caller{call, group, rank, size};
   const bool in_place = call.input.is_same(call.output);
   if (in_place || call.writes(rank)) {
-    check_tensor(group, call.name(), in_place ? "tensor" : "output", call.output);
+    check_tensor(group, call.name(), in_place ? "tensor" : "output", call.output, device);
   }
   if (!in_place && call.reads(rank)) {
-    check_tensor(group, call.name(), "input", call.input);
+    check_tensor(group, call.name(), "input", call.input, device);
   }
   switch (call.kind) {
     case Kind::kReduce:

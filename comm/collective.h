@@ -59,6 +59,7 @@ struct Signature {
   Collective::Kind kind = Collective::Kind::kBarrier;
   uint8_t op = 0;
   int8_t dtype = 0;
+  bool on_device = false;  ///< Whether its tensors lie on a device other than the CPU.
   int32_t root = -1;
   int64_t numel = 0;  ///< Elements of the tensor of one size on all ranks; all_to_all: 0.
 
@@ -69,17 +70,18 @@ struct Signature {
 };
 Signature signature_of(const Collective& call);
 
-/// Throws a `UsageError` unless `tensor` is a defined, dense, contiguous one on the CPU. `verb`
+/// Throws a `UsageError` unless `tensor` is a defined, dense, contiguous one on `device`. `verb`
 /// names the operation, `argument` the tensor.
 void check_tensor(const std::string& group, const char* verb, const char* argument,
-                  const at::Tensor& tensor);
+                  const at::Tensor& tensor, at::Device device = at::kCPU);
 
 /// Throws a `UsageError` unless 0 <= rank < size.
 void check_rank(const std::string& group, const char* verb, const char* argument, int rank,
                 int size);
 
-/// Throws a `UsageError` for a wrong call by rank `rank` of group `group`; fills in splits that are
-/// empty.
-void check_collective(Collective& call, const std::string& group, int rank, int size);
+/// Throws a `UsageError` for a wrong call by rank `rank` of group `group` on tensors of `device`;
+/// fills in splits that are empty.
+void check_collective(Collective& call, const std::string& group, int rank, int size,
+                      at::Device device = at::kCPU);
 
 }  // namespace smp::comm

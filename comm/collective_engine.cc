@@ -55,6 +55,10 @@ void CollectiveEngine::run(const Collective& call, const Deadline& deadline) {
   }
 }
 
+int64_t CollectiveEngine::meet(const Collective& call, const Deadline& deadline) {
+  return host_->meet(call, next_info(call.name(), bytes_of(call)), deadline);
+}
+
 at::Tensor CollectiveEngine::shared_tensor(int64_t numel, at::ScalarType dtype,
                                            const Deadline& deadline) {
   const size_t bytes = static_cast<size_t>(numel) * c10::elementSize(dtype);

@@ -35,6 +35,12 @@ class CollectiveEngine {
   /// Runs a call that was checked (check_collective); throws as `Work::wait` does.
   void run(const Collective& call, const Deadline& deadline);
 
+  /// Whether the ranks can meet without messages: they share memory of their one host. The same on
+  /// all ranks, from the first collective on.
+  bool can_meet() const { return host_ != nullptr; }
+  /// See HostCollectives::meet. The ranks can.
+  int64_t meet(const Collective& call, const Deadline& deadline);
+
   /// See Communicator::shared_tensor.
   at::Tensor shared_tensor(int64_t numel, at::ScalarType dtype, const Deadline& deadline);
 

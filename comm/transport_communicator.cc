@@ -204,6 +204,37 @@ bool is_one_host(const Communicator& group) {
   });
 }
 
+void CollectiveTurn::all_gather(const at::Tensor& output, const at::Tensor& input) {
+  Collective call;
+  call.kind = Collective::Kind::kAllGather;
+  call.output = output;
+  call.input = input;
+  engine_.run(checked(call, group_), deadline_);
+}
+
+bool has_turns(const Communicator& group) {
+  const auto* of_transport = dynamic_cast<const TransportCommunicator*>(&group);
+  return of_transport != nullptr && of_transport->engine_->can_meet();
+}
+
+void take_turn(Communicator& group, const TurnTask& task) {
+  auto& of_transport = dynamic_cast<TransportCommunicator&>(group);
+  of_transport.queue_->run(
+      [&, engine = of_transport.engine_, state = of_transport.group_](const Deadline& deadline) {
+        CollectiveTurn turn(*engine, *state, deadline);
+        task(turn);
+      });
+}
+
+WorkPtr start_turn(Communicator& group, TurnTask task) {
+  auto& of_transport = dynamic_cast<TransportCommunicator&>(group);
+  return of_transport.queue_->push([engine = of_transport.engine_, state = of_transport.group_,
+                                    task = std::move(task)](const Deadline& deadline) {
+    CollectiveTurn turn(*engine, *state, deadline);
+    task(turn);
+  });
+}
+
 CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
                                              const std::string& name) {
   check_members(members);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,28 @@
 #include "comm/transport.h"
 
 namespace smp::comm {
+
+/// The turn of a collective that moves its tensors by a way of its own, among the collectives of a
+/// group of several ranks.
+class CollectiveTurn {
+ public:
+  CollectiveTurn(CollectiveEngine& engine, const GroupState& group, const Deadline& deadline)
+      : engine_(engine), group_(group), deadline_(deadline) {}
+
+  /// Returns when the hosts of all ranks have come here with the same call, whose tensors are not
+  /// touched: the longest split of all ranks of an all_to_all, otherwise 0. Throws as `Work::wait`
+  /// does, and on all ranks where the calls differ.
+  int64_t meet(const Collective& call) { return engine_.meet(call, deadline_); }
+
+  /// Gathers on the CPU.
+  void all_gather(const at::Tensor& output, const at::Tensor& input);
+
+ private:
+  CollectiveEngine& engine_;
+  const GroupState& group_;
+  const Deadline& deadline_;
+};
+using TurnTask = std::function<void(CollectiveTurn&)>;
 
 /// The one implementation of Communicator: checks arguments, makes operations and starts them on
 /// the transport of its back end; queues collectives for the engine.
@@ -46,6 +69,9 @@ class TransportCommunicator final : public Communicator {
  private:
   friend bool is_one_process(const Communicator& group);
   friend bool is_one_host(const Communicator& group);
+  friend bool has_turns(const Communicator& group);
+  friend void take_turn(Communicator& group, const TurnTask& task);
+  friend WorkPtr start_turn(Communicator& group, TurnTask task);
 
   int in_world(const ChannelSpec& spec) const;
   HandOverQueues* queues_of(const ChannelSpec& spec) const;
@@ -69,5 +95,16 @@ bool is_one_process(const Communicator& group);
 
 /// Whether the ranks of a group can map the same memory.
 bool is_one_host(const Communicator& group);
+
+/// Whether a group of several ranks has turns: all on one host, with memory that they share. The
+/// same on all ranks, after a first collective.
+bool has_turns(const Communicator& group);
+
+/// Waits for the next turn and runs `task` in it, on this thread or that of the group's
+/// collectives. Throws its errors.
+void take_turn(Communicator& group, const TurnTask& task);
+
+/// Does so on the thread of the group's collectives; the work throws the errors.
+WorkPtr start_turn(Communicator& group, TurnTask task);
 
 }  // namespace smp::comm

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "comm/device/ipc.h"
 #include "core/status.h"
 #include "partitioner/format.h"
 #include "partitioner/table.h"
@@ -22,25 +23,25 @@ using partitioner::Table;
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
 /// The form in which ranks tell each other.
-using Row = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t>;
+using Row = std::tuple<std::string, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Row row_of(const std::optional<DeviceMemory>& memory) {
   if (!memory) return {};
-  return {memory->device.str(), memory->allocated, memory->peak,
-          memory->held,         memory->free,      memory->total};
+  return {memory->device.str(), memory->allocated, memory->peak, memory->held,
+          memory->shared,       memory->free,      memory->total};
 }
 
 std::string text_of(const std::vector<Row>& rows) {
   Table table;
   table.column("rank", Table::Align::kRight);
   table.column("device", Table::Align::kLeft);
-  for (const char* heading : {"allocated", "peak", "held", "free", "of"}) {
+  for (const char* heading : {"allocated", "peak", "held", "shared", "free", "of"}) {
     table.column(heading, Table::Align::kRight);
   }
   for (size_t rank = 0; rank < rows.size(); ++rank) {
-    const auto& [device, allocated, peak, held, free, total] = rows[rank];
+    const auto& [device, allocated, peak, held, shared, free, total] = rows[rank];
     table.row({std::to_string(rank), device, format_bytes(allocated), format_bytes(peak),
-               format_bytes(held), format_bytes(free), format_bytes(total)});
+               format_bytes(held), format_bytes(shared), format_bytes(free), format_bytes(total)});
   }
   return table.to_string();
 }
@@ -58,6 +59,7 @@ std::optional<DeviceMemory> device_memory() {
                       allocated.current,
                       allocated.peak,
                       stats.reserved_bytes[kAll].current,
+                      comm::shared_bytes(where),
                       static_cast<int64_t>(free),
                       static_cast<int64_t>(total)};
 }

@@ -11,13 +11,14 @@
 
 namespace smp {
 
-/// Memory of the device that a rank computes on, in bytes. The first three are this process's, the
+/// Memory of the device that a rank computes on, in bytes. The first four are this process's, the
 /// last two the whole device's, which other processes may use too.
 struct DeviceMemory {
   c10::Device device = c10::kCPU;
   int64_t allocated = 0;  ///< in tensors
   int64_t peak = 0;       ///< the most in tensors since the start, or since `reset_peak_memory`
   int64_t held = 0;       ///< bytes that libtorch's caching allocator holds, freed ones included
+  int64_t shared = 0;     ///< beside them, made for messages and collectives of processes
   int64_t free = 0;       ///< bytes of the device that are free
   int64_t total = 0;      ///< all bytes of the device
 };

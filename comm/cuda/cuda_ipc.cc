@@ -129,7 +129,7 @@ class CudaIpc final : public DeviceIpc {
     }
     TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "CUDA out of memory: no ", whole,
                      " bytes of ", device, " for messages between processes");
-    return as_tensor(memory, device, bytes, &cudaFree);
+    return as_tensor(memory, device, static_cast<int64_t>(whole), &cudaFree).narrow(0, 0, bytes);
   }
 
   IpcHandle handle_of(const at::Tensor& memory) override {

@@ -10,6 +10,7 @@
 #include "comm/device/ipc_channels.h"
 #include "comm/device/staged_communicator.h"
 #include "comm/device/staging.h"
+#include "comm/device/thread_memory.h"
 #include "comm/nccl/group_communicator.h"
 #include "comm/nccl/nccl_groups.h"
 #include "comm/reduce.h"
@@ -53,17 +54,22 @@ WorkPtr DeviceCommunicator::start(const Collective& call) {
   if (!is_on_device(call)) {
     return host_->start(call);
   }
+  return moves(call) ? start_on_device(call) : std::make_shared<CompleteWork>();
+}
+
+// Checks a call on tensors of the device. In a group of one it is done then.
+bool DeviceCommunicator::moves(const Collective& call) const {
   if (call.reduces()) {
     check_can_reduce(name(), call.name(), call.input.scalar_type(), call.op);
   }
   if (size() > 1) {
-    return start_on_device(call);
+    return true;
   }
   if (!call.output.is_same(call.input)) {
     const at::NoGradGuard no_grad;
     call.output.view({-1}).copy_(call.input.view({-1}));
   }
-  return std::make_shared<CompleteWork>();
+  return false;
 }
 
 WorkPtr DeviceCommunicator::start(at::Device device, CollectiveTask task) {
@@ -79,10 +85,10 @@ WorkPtr DeviceCommunicator::start(at::Device device, CollectiveTask task) {
 }
 
 void DeviceCommunicator::run(const Collective& call) {
-  if (is_on_device(call)) {
-    start(call)->wait();
-  } else {
+  if (!is_on_device(call)) {
     host_->run(call);
+  } else if (moves(call)) {
+    run_on_device(call);
   }
 }
 
@@ -121,23 +127,43 @@ struct Ways {
   std::string problem;  ///< why not, where it might have been
 };
 
-/// Whether the user of any rank wants no memory shared. Collective.
-bool is_ipc_off(Communicator& host) {
+/// The use of memory that devices share, in place of NCCL or of host memory.
+enum class IpcUse { kNone, kWithoutNccl, kAlways };
+
+/// The wish of the ranks' users, the same on all ranks. Collective.
+IpcUse wanted_ipc(Communicator& host) {
+  IpcUse wanted = IpcUse::kWithoutNccl;
   const auto values = all_gather_bytes(host, core::env("SMP_DEVICE_IPC").value_or(""));
-  return std::find(values.begin(), values.end(), "0") != values.end();
+  for (size_t rank = 0; rank < values.size(); ++rank) {
+    const std::string& value = values[rank];
+    SMP_CHECK_WITH(
+        ConfigError, value.empty() || value == "0" || value == "1",
+        "environment variable SMP_DEVICE_IPC on rank ", rank, " of group '", host.name(),
+        "': expected 0 or 1, got \"", value, "\". Unset it to use ",
+        "NCCL where each rank has a GPU of its own, and memory that GPUs share elsewhere");
+    if (value == "1" && wanted != IpcUse::kNone) wanted = IpcUse::kAlways;
+    if (value == "0") wanted = IpcUse::kNone;
+  }
+  return wanted;
 }
 
 std::string why_not_ipc(Communicator& host, DeviceIpc& ipc, at::Device device) {
   if (!is_one_host(host)) return "the ranks of the group are on several hosts";
-  return is_ipc_off(host) ? "SMP_DEVICE_IPC=0" : ipc_problem(host, ipc, device);
+  if (!has_turns(host)) return "the ranks of the group share no memory of their host";
+  return is_one_process(host) ? "" : ipc_problem(host, ipc, device);
 }
 
-/// Processes that NCCL does not connect share memory of devices.
+/// Ranks of one host that NCCL does not connect share memory of devices.
 void find_ipc(Communicator& host, at::Device device, Ways& ways) {
-  DeviceIpc* const ipc = device_ipc(device.type());
-  if (ipc == nullptr || ways.nccl || is_one_process(host)) return;
-  ways.problem = why_not_ipc(host, *ipc, device);
-  ways.ipc = ways.problem.empty() ? ipc : nullptr;
+  const IpcUse wanted = wanted_ipc(host);
+  DeviceIpc* const ipc = is_one_process(host) ? &thread_memory() : device_ipc(device.type());
+  const bool is_nccl_better =
+      ways.nccl && (wanted != IpcUse::kAlways || host.device_transport().only_nccl);
+  if (ipc == nullptr || is_nccl_better) return;
+  ways.problem = wanted == IpcUse::kNone ? "SMP_DEVICE_IPC=0" : why_not_ipc(host, *ipc, device);
+  if (!ways.problem.empty()) return;
+  ways.ipc = ipc;
+  ways.nccl = false;
 }
 
 std::string why_not_nccl(at::Device device, const Ways& ways) {
@@ -148,14 +174,16 @@ std::string why_not_nccl(at::Device device, const Ways& ways) {
 }
 
 std::string route_text(const Communicator& host, at::Device device, const Ways& ways) {
+  if (ways.ipc != nullptr) {
+    return is_one_process(host) ? "on the device, since the ranks are threads of one process"
+                                : "through memory of the device that the processes share (IPC)";
+  }
   std::string text;
   if (is_one_process(host)) {
     text = "from stage to stage on the device, since the ranks are threads of one process, else ";
-  } else if (ways.ipc != nullptr) {
-    text = "from stage to stage through memory of the device that the processes share (IPC), else ";
   }
-  if (ways.nccl) return text + "over NCCL, from GPU to GPU: each rank has one of its own";
-  text += "through host memory: " + why_not_nccl(device, ways);
+  text += ways.nccl ? "over NCCL, from GPU to GPU: each rank has one of its own"
+                    : "through host memory: " + why_not_nccl(device, ways);
   return ways.problem.empty()
              ? text
              : text + "; memory of the device cannot be shared (IPC): " + ways.problem;

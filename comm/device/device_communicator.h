@@ -62,6 +62,8 @@ class DeviceCommunicator : public Communicator {
   // Starts a collective of two ranks or more, on tensors of the device.
   virtual WorkPtr start_on_device(const Collective& call) = 0;
   virtual WorkPtr start_on_device(const CollectiveTask& task) = 0;
+  // Does one at once.
+  virtual void run_on_device(const Collective& call) { start_on_device(call)->wait(); }
 
  private:
   friend CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
@@ -69,6 +71,7 @@ class DeviceCommunicator : public Communicator {
 
   bool is_on_device(const char* verb, const at::Tensor& tensor) const;
   bool is_on_device(const Collective& call) const;
+  bool moves(const Collective& call) const;
 
   const CommunicatorPtr host_;
   const at::Device device_;
@@ -77,10 +80,14 @@ class DeviceCommunicator : public Communicator {
 
 /// The communicator of a group whose ranks' models lie on `device`, each rank's own and all of one
 /// kind: `host` itself for the CPU. Between GPUs it goes over NCCL, if this is a CUDA build and no
-/// two ranks of the group share a GPU; otherwise, and for other devices, through host memory, or it
-/// throws a `ConfigError` on all ranks, if the host's `device_transport()` says so. Where the ranks
-/// are threads of one process, channels hand tensors over on the device in any case; where they are
-/// processes that NCCL does not connect, through memory of the device that they share, if they can.
+/// two ranks of the group share a GPU, or it throws a `ConfigError` on all ranks, if the host's
+/// `device_transport()` says that it must. Otherwise, and for other devices, it goes through memory
+/// of devices that the ranks of one host share, if they can (ipc_channels.h, ipc_collectives.h),
+/// else through host memory. Where the ranks are threads of one process, channels hand tensors over
+/// on the device in any case.
+///
+/// The environment variable SMP_DEVICE_IPC, 0 on any rank, leaves memory of devices unshared; 1 on
+/// any rank prefers it to NCCL, whatever `fast_reductions` says, but not where `only_nccl` is set.
 /// Collective over `host`.
 CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device device);
 

@@ -55,4 +55,10 @@ void register_device_ipc(c10::DeviceType type, DeviceIpc& ipc);
 /// How devices of this kind share memory. Null if they do not.
 DeviceIpc* device_ipc(c10::DeviceType type);
 
+/// Bytes of a device that this process has made for others, beside those of libtorch's allocator.
+/// From any thread.
+int64_t shared_bytes(at::Device device);
+/// Counts memory that is made so, or given back, with a minus.
+void count_shared(at::Device device, int64_t bytes);
+
 }  // namespace smp::comm

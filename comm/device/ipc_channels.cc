@@ -42,10 +42,7 @@ class IpcSender final : public SplitSender {
       : SplitSender(std::move(host), spec), ring_(std::move(ring)), group_(std::move(group)) {}
 
   // This process may end now, and its device with it.
-  ~IpcSender() override {
-    let_come_to_rest(*group_, *ring_);
-    SentRing::retire(std::move(ring_));
-  }
+  ~IpcSender() override { let_come_to_rest(*group_, *ring_); }
 
  private:
   at::Tensor take_elements(int64_t bytes) override {
@@ -279,7 +276,7 @@ Channels open_ipc_channels(const CommunicatorPtr& host, DeviceIpc& ipc,
   }
   for (OutgoingOpening& opening : out) {
     const std::vector<IpcHandle> asked = opening.asked.wait();
-    SentRing::free_closed();  // that of an earlier channel of this lane, which the peer has closed
+    free_closed_memory();  // maybe an earlier channel of this lane, which the peer has closed
     opening.ring = std::make_unique<SentRing>(ipc, opening.spec, asked);
     opening.offered.send(opening.ring->offer());
     auto& sender = channels.senders[opening.index];

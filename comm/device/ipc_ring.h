@@ -11,8 +11,7 @@
 #include <vector>
 
 #include "comm/channel.h"
-#include "comm/device/ipc.h"
-#include "comm/shm/shared_memory.h"
+#include "comm/device/ipc_memory.h"
 
 /// The memory of a channel between devices of two processes: slots that the sender writes one after
 /// the other, and that the receiver copies from in this order. Each end opens its part when it has
@@ -37,20 +36,11 @@ class SentRing {
   /// Whether the device has written all that was sent, or has failed.
   bool is_idle() const;
 
-  /// Keeps the ring of a channel that is gone until the receiver has closed it, or else to the
-  /// process's end.
-  static void retire(std::unique_ptr<SentRing> ring);
-  /// Gives back those kept that their receivers have closed.
-  static void free_closed();
-
  private:
-  bool is_closed() const;
-
-  DeviceIpc& ipc_;
-  const ChannelSpec spec_;
-  const std::shared_ptr<SharedMemory> closed_;  // whether the receiver has closed the ring
-  const at::Tensor memory_;                     // [slot, byte]
-  std::vector<std::unique_ptr<IpcEvent>> made_, taken_;
+  ChannelSpec spec_;
+  MadeMemoryPtr memory_;  // its events: slots are written
+  at::Tensor slots_;      // [slot, byte]
+  IpcEvents taken_;
   uint64_t sent_ = 0;
 };
 
@@ -58,10 +48,6 @@ class SentRing {
 class ReceivedRing {
  public:
   ReceivedRing(DeviceIpc& ipc, const ChannelSpec& spec);
-  /// Closes it, idle as it is.
-  ~ReceivedRing();
-  ReceivedRing(const ReceivedRing&) = delete;
-  ReceivedRing& operator=(const ReceivedRing&) = delete;
 
   std::vector<IpcHandle> ask();
   /// Opens what was offered. Throws a `CommError` that names the group if the ends disagree on the
@@ -78,9 +64,9 @@ class ReceivedRing {
  private:
   DeviceIpc& ipc_;
   const ChannelSpec spec_;
-  std::shared_ptr<SharedMemory> closed_;
-  at::Tensor memory_;
-  std::vector<std::unique_ptr<IpcEvent>> made_, taken_;
+  IpcEvents taken_;
+  std::unique_ptr<OpenedMemory> memory_;  // closed when the slots are gone
+  at::Tensor slots_;
   uint64_t received_ = 0;
 };
 

@@ -11,8 +11,11 @@
 
 #include "comm/device/device_communicator.h"
 #include "comm/device/ipc_channels.h"
+#include "comm/device/ipc_collectives.h"
 #include "comm/device/staging.h"
 #include "comm/device_streams.h"
+#include "comm/nccl/group_pool.h"
+#include "comm/transport_communicator.h"
 
 namespace smp::comm {
 namespace {
@@ -34,7 +37,19 @@ Collective staged_call(const Collective& call, int rank) {
 class StagedCommunicator final : public DeviceCommunicator {
  public:
   StagedCommunicator(CommunicatorPtr host, at::Device device, DeviceIpc* ipc)
-      : DeviceCommunicator(std::move(host), device), ipc_(ipc) {}
+      : DeviceCommunicator(std::move(host), device),
+        ipc_(ipc != nullptr && !is_one_process(*this->host()) ? ipc : nullptr) {
+    if (ipc != nullptr) {
+      shared_ = std::make_shared<IpcCollectives>(*this->host(), device, *ipc);
+    }
+  }
+
+  // Others may be waiting for this rank's part.
+  ~StagedCommunicator() override {
+    if (shared_) {
+      let_finish([this] { return shared_->is_idle() || !host()->abort_text().empty(); }, timeout());
+    }
+  }
 
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override {
@@ -43,7 +58,16 @@ class StagedCommunicator final : public DeviceCommunicator {
   }
 
  protected:
+  void run_on_device(const Collective& call) override {
+    if (shared_) {
+      shared_->run(*host(), call);
+    } else {
+      DeviceCommunicator::run_on_device(call);
+    }
+  }
+
   WorkPtr start_on_device(const Collective& call) override {
+    if (shared_) return shared_->start(*host(), call);
     const Collective staged = staged_call(call, rank());
     return staged_work(host()->start(staged), staged.output,
                        call.writes(rank()) ? call.output : at::Tensor());
@@ -52,6 +76,7 @@ class StagedCommunicator final : public DeviceCommunicator {
   // On the host's thread, so that neither this rank nor a thread of the device waits for others,
   // and on a stream of its own, so that it goes on beside the device's next computations.
   WorkPtr start_on_device(const CollectiveTask& task) override {
+    if (shared_) return shared_->start(*host(), task);
     const auto ready = std::make_shared<c10::Event>(device().type());
     ready->record(current_stream(device()));
     return host()->start(at::kCPU,
@@ -66,26 +91,12 @@ class StagedCommunicator final : public DeviceCommunicator {
                                copy_staged(staged.output, call.output);
                              }
                            });
-                           try {
-                             task(collectives);
-                           } catch (...) {
-                             wait_after_error(side);
-                             throw;
-                           }
-                           side.synchronize();
+                           // Also before a task that throws lets go of its tensors.
+                           run_finally([&] { task(collectives); }, [&] { side.synchronize(); });
                          });
   }
 
  private:
-  // A task that throws lets go of tensors that the stream may still use.
-  static void wait_after_error(const c10::Stream& stream) noexcept {
-    try {
-      stream.synchronize();
-    } catch (const c10::Error&) {
-      // The device has failed, and uses nothing any more.
-    }
-  }
-
   c10::Stream side() {
     if (!side_) {
       side_ = side_stream(device());
@@ -93,8 +104,9 @@ class StagedCommunicator final : public DeviceCommunicator {
     return *side_;
   }
 
-  DeviceIpc* const ipc_;             // null: channels go another way
-  std::optional<c10::Stream> side_;  // from the first task on
+  DeviceIpc* const ipc_;                    // null: channels go another way
+  std::shared_ptr<IpcCollectives> shared_;  // null: through host memory
+  std::optional<c10::Stream> side_;         // from the first task on
 };
 
 }  // namespace

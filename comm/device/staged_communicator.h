@@ -8,10 +8,10 @@
 
 namespace smp::comm {
 
-/// A communicator for tensors of `device` through host memory. Channels go there, too, unless
-/// `host` hands tensors over (comm/hand_over.h) or, with `ipc`, the ranks can share memory of their
-/// devices. For ranks that share a GPU, where NCCL cannot be used, and for devices that it does not
-/// know. Sums are made on the host, by `host`.
+/// A communicator for tensors of `device` through host memory or, with `ipc`, memory of devices
+/// that the ranks can share. Channels go there, too, unless `host` hands tensors over
+/// (comm/hand_over.h). For ranks that share a GPU, where NCCL cannot be used, and for devices that
+/// it does not know. Without `ipc` sums are made on the host, by `host`; with it, `host` has turns.
 CommunicatorPtr make_staged_communicator(CommunicatorPtr host, at::Device device, DeviceIpc* ipc);
 
 }  // namespace smp::comm

@@ -233,7 +233,7 @@ class GroupCommunicator final : public DeviceCommunicator {
   at::Tensor reduced_part(const at::Tensor& values, ReduceOp op) {
     const at::Tensor parts = at::empty(values.sizes(), values.options());
     exchange(parts, {}, values, {});
-    return reduce_parts(parts, op);
+    return reduce_parts(parts.unbind(0), op);
   }
 
   void gather(const at::Tensor& output, const at::Tensor& input) {

@@ -6,11 +6,14 @@
 #include <ATen/ops/bitwise_or.h>
 #include <ATen/ops/bitwise_xor.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
+
+#include <algorithm>
 
 #include "core/check.h"
 
@@ -40,18 +43,21 @@ at::Tensor combine(const at::Tensor& left, const at::Tensor& right, ReduceOp op)
 
 }  // namespace
 
-at::Tensor reduce_parts(const at::Tensor& parts, ReduceOp op) {
-  if (parts.is_complex()) {  // which divides both parts of a number by a real one, as the host does
-    return at::view_as_complex(reduce_parts(at::view_as_real(parts), op));
+at::Tensor reduce_parts(const std::vector<at::Tensor>& parts, ReduceOp op) {
+  const at::ScalarType dtype = parts[0].scalar_type();
+  if (parts[0].is_complex()) {  // both parts of a number are divided by a real one, as on the host
+    std::vector<at::Tensor> pairs(parts.size());
+    std::transform(parts.begin(), parts.end(), pairs.begin(), at::view_as_real);
+    return at::view_as_complex(reduce_parts(pairs, op));
   }
-  const at::ScalarType dtype = parts.scalar_type();
   const at::ScalarType wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype;
-  at::Tensor result = parts[0].to(wide, /*non_blocking=*/false, /*copy=*/true);
-  for (int64_t rank = 1; rank < parts.size(0); ++rank) {
+  at::Tensor result = parts[0].to(wide);
+  for (size_t rank = 1; rank < parts.size(); ++rank) {
     result = combine(result, parts[rank].to(wide), op);
   }
-  if (op == ReduceOp::kAverage) {
-    result = at::div(result, parts.size(0));
+  if (op == ReduceOp::kAverage) {  // CUDA would multiply by the reciprocal of a number of the host
+    const auto divisor = at::full({}, static_cast<int64_t>(parts.size()), result.options());
+    result = at::div(result, divisor);
   }
   return result.to(dtype);
 }

@@ -43,6 +43,21 @@ void HostCollectives::run(const Collective& call, const OperationInfo& info,
   }
 }
 
+int64_t HostCollectives::meet(const Collective& call, const OperationInfo& info,
+                              const Deadline& deadline) {
+  board_->begin(info, deadline);
+  begin_record(call);
+  board_->publish_record();
+  board_->await_records();
+  check_calls(call, info);
+  int64_t longest = 0;
+  for (int rank = 0; call.kind == Kind::kAllToAll && rank < board_->ranks(); ++rank) {
+    const int64_t* const splits = board_->splits(rank);
+    longest = std::max(longest, *std::max_element(splits, splits + board_->ranks()));
+  }
+  return longest;
+}
+
 template <class Wait>
 void HostCollectives::keeping(const Collective& call, const Wait& wait) const {
   try {
@@ -66,8 +81,19 @@ void HostCollectives::move(const Collective& call) {
   }
 }
 
-void HostCollectives::publish(const Collective& call) {
+// Fills in all that the ranks compare.
+CallRecord& HostCollectives::begin_record(const Collective& call) {
   CallRecord& record = board_->next_record(signature_of(call));
+  if (call.kind == Kind::kAllToAll) {
+    int64_t* const splits = board_->splits(board_->rank());
+    std::copy(call.input_splits.begin(), call.input_splits.end(), splits);
+    std::copy(call.output_splits.begin(), call.output_splits.end(), splits + board_->ranks());
+  }
+  return record;
+}
+
+void HostCollectives::publish(const Collective& call) {
+  CallRecord& record = begin_record(call);
   if (call.kind != Kind::kBarrier) {
     const bool reads = call.reads(board_->rank());
     record.place = place(reads ? call.input : call.output);
@@ -78,11 +104,6 @@ void HostCollectives::publish(const Collective& call) {
       std::memcpy(board_->eager_data(board_->rank()), call.input.const_data_ptr(),
                   record.input_bytes);
     }
-  }
-  if (call.kind == Kind::kAllToAll) {
-    int64_t* const splits = board_->splits(board_->rank());
-    std::copy(call.input_splits.begin(), call.input_splits.end(), splits);
-    std::copy(call.output_splits.begin(), call.output_splits.end(), splits + board_->ranks());
   }
   board_->publish_record();
 }

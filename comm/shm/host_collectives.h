@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "comm/collective.h"
@@ -28,7 +29,13 @@ class HostCollectives {
   /// says which rank made which call, when the ranks' calls do not match.
   void run(const Collective& call, const OperationInfo& info, const Deadline& deadline);
 
+  /// Does the same but moves nothing: the ranks compare their calls and wait for each other. For
+  /// tensors of devices, which the caller moves. Returns the longest split of all ranks of an
+  /// all_to_all, otherwise 0.
+  int64_t meet(const Collective& call, const OperationInfo& info, const Deadline& deadline);
+
  private:
+  CallRecord& begin_record(const Collective& call);
   void publish(const Collective& call);
   // Calls a function that waits for other ranks. If that throws, the others may use the tensors for
   // longer than the caller has them.

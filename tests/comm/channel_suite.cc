@@ -271,7 +271,9 @@ TEST_P(ChannelPair, AnEarlierChannelOfTheTagLeavesNothing) {
       if (in != nullptr) in->expect(messages > 0 ? messages : 2);
       for (int number = 0; number < messages; ++number) {
         if (out != nullptr) send(*out, content(0, 7, number, 100));
-        if (in != nullptr) EXPECT_TRUE(same_bits(in->receive(), content(0, 7, number, 100)));
+        if (in != nullptr) {
+          EXPECT_TRUE(same_bits(in->receive(), content(0, 7, number, 100)));
+        }
       }
       if (messages > 0) {
         if (out != nullptr) out->flush();

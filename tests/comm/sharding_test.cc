@@ -239,7 +239,9 @@ TEST(Join, GivesListsToOneRankOrToAll) {
         ASSERT_EQ(joined.size(), wholes.size());
         for (size_t i = 0; i < wholes.size(); ++i) {
           ASSERT_EQ(joined[i].defined(), root == 3 || group->rank() == root);
-          if (joined[i].defined()) EXPECT_TRUE(at::equal(joined[i], wholes[i])) << dtype << i;
+          if (joined[i].defined()) {
+            EXPECT_TRUE(at::equal(joined[i], wholes[i])) << dtype << i;
+          }
         }
       }
     });

@@ -55,11 +55,12 @@ CommunicatorPtr join(const StorePtr& store, int rank, int size) {
   return make_store_world(store, rank, size, std::chrono::seconds(30));
 }
 
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
 // Sets variables until the end of the block.
 class Variables {
  public:
-  explicit Variables(std::vector<std::pair<std::string, std::string>> variables)
-      : variables_(std::move(variables)) {
+  explicit Variables(Pairs variables) : variables_(std::move(variables)) {
     for (const auto& [name, value] : variables_) setenv(name.c_str(), value.c_str(), 1);
   }
   ~Variables() {
@@ -67,7 +68,7 @@ class Variables {
   }
 
  private:
-  std::vector<std::pair<std::string, std::string>> variables_;
+  Pairs variables_;
 };
 
 TEST(StoreWorld, EveryRankIsToldWhoHasNotCome) {
@@ -140,7 +141,7 @@ TEST(StoreWorld, RefusesWhatIsNoAddressOfARank) {
 TEST(StoreWorld, RanksOfAnotherJobDoNotJoin) {
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   leave(*job_at(store), "job", "2 ranks of job A");
-  const Variables own({{"SMP_JOB_ID", "B"}});
+  const Variables own(Pairs{{"SMP_JOB_ID", "B"}});
   EXPECT_THAT(
       error_of<CommError>([&] { join(store, 1, 2); }),
       HasSubstr("rank 1 is one of 2 ranks of job B, but rank 0, which it meets at the "
@@ -208,7 +209,7 @@ int connect_silently(const std::string& record, const std::string& other_address
 }
 
 TEST(StoreWorld, SaysThatItHasTooFewDescriptors) {
-  const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
+  const Variables loopback(Pairs{{"SMP_SOCKET_IFNAME", "lo"}});
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::thread first([&] {
     EXPECT_THAT(error_of<CommError>([&] { join(store, 0, 2); }),
@@ -229,7 +230,7 @@ TEST(StoreWorld, SaysThatItHasTooFewDescriptors) {
 
 // They would keep it for longer than the ranks wait, one after the other.
 TEST(StoreWorld, StrangersKeepNobodyWaiting) {
-  const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
+  const Variables loopback(Pairs{{"SMP_SOCKET_IFNAME", "lo"}});
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
   const std::string record = first_meeting_at(store)->get_to_str("rank/0");
@@ -244,7 +245,7 @@ TEST(StoreWorld, StrangersKeepNobodyWaiting) {
 
 // More than there are descriptors for.
 TEST(StoreWorld, ManyStrangersKeepNobodyOut) {
-  const Variables loopback({{"SMP_SOCKET_IFNAME", "lo"}});
+  const Variables loopback(Pairs{{"SMP_SOCKET_IFNAME", "lo"}});
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   std::thread first([&] { EXPECT_EQ(join(store, 0, 2)->size(), 2); });
   const std::string record = first_meeting_at(store)->get_to_str("rank/0");
@@ -276,7 +277,6 @@ TEST(StoreWorld, SaysNothingWhileItWaits) {
 }
 
 TEST(StoreWorld, UsesTheNetworkInterfaceNamed) {
-  using Pairs = std::vector<std::pair<std::string, std::string>>;
   const Variables none(Pairs{{"SMP_SOCKET_IFNAME", "nosuch0"}});
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
   EXPECT_THAT(error_of<CommError>([&] { join(store, 0, 1); }),

@@ -44,9 +44,11 @@ TEST(World, KnowsItsLauncher) {
   unsetenv("PMIX_RANK");
 }
 
+using Pairs = std::vector<std::pair<const char*, const char*>>;
+
 class Variables {
  public:
-  explicit Variables(std::vector<std::pair<const char*, const char*>> all) : all_(std::move(all)) {
+  explicit Variables(Pairs all) : all_(std::move(all)) {
     for (const auto& [name, value] : all_) setenv(name, value, 1);
   }
   ~Variables() {
@@ -54,7 +56,7 @@ class Variables {
   }
 
  private:
-  std::vector<std::pair<const char*, const char*>> all_;
+  Pairs all_;
 };
 
 // The variables that SLURM sets for a task of `srun`, and for a batch script, which is no task of
@@ -69,7 +71,7 @@ TEST(World, KnowsTasksOfSlurm) {
   EXPECT_EQ(launcher(), Launcher::kNone);
   EXPECT_EQ(make_world()->size(), 1);
   {
-    const Variables task({{"SLURM_STEP_NUM_TASKS", "1"}});
+    const Variables task(Pairs{{"SLURM_STEP_NUM_TASKS", "1"}});
     EXPECT_EQ(make_world()->size(), 1);
   }
   const Variables tasks({{"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}});
@@ -84,7 +86,7 @@ TEST(World, KnowsTasksOfSlurm) {
         << text;
     EXPECT_NE(text.find("Start them with srun --mpi=pmix"), std::string::npos) << text;
   }
-  const Variables pmix({{"PMIX_RANK", "2"}});
+  const Variables pmix(Pairs{{"PMIX_RANK", "2"}});
   EXPECT_EQ(launcher(), Launcher::kSrun);
 }
 
@@ -92,12 +94,12 @@ TEST(World, KnowsTasksOfSlurm) {
 TEST(World, RefusesHalfOfTorchrunsVariables) {
   if (launcher() != Launcher::kNone) return;
   {
-    const Variables alone({{"WORLD_SIZE", "1"}});
+    const Variables alone(Pairs{{"WORLD_SIZE", "1"}});
     EXPECT_EQ(make_world()->size(), 1);
   }
   for (const auto& [set, value, unset] :
        {std::tuple{"RANK", "1", "WORLD_SIZE"}, std::tuple{"WORLD_SIZE", "2", "RANK"}}) {
-    const Variables half({{set, value}});
+    const Variables half(Pairs{{set, value}});
     try {
       make_world();
       ADD_FAILURE() << set;

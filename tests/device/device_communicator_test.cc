@@ -53,9 +53,7 @@ TEST(DeviceCommunicator, IsRefusedWhereNcclIsAskedForAndCannotBe) {
 TEST(DeviceCommunicator, SaysWhichWayTensorsGo) {
   comm::run_ranks(2, [](const CommunicatorPtr& world) {
     const auto group = make_device_communicator(world, fake_device(0));
-    EXPECT_EQ(device_route(*group),
-              "from stage to stage on the device, since the ranks are threads of one process, else "
-              "through host memory: NCCL knows GPUs only");
+    EXPECT_EQ(device_route(*group), "on the device, since the ranks are threads of one process");
     const auto alone = group->split({world->rank()}, "alone");
     EXPECT_EQ(device_route(*alone), "") << "nothing travels";
     EXPECT_EQ(device_route(*world), "") << "of the CPU";

@@ -388,6 +388,7 @@ void FakeMachine::check_access(StreamKey stream, const Task& task, const Access&
                             }),
              past.end());
   past.push_back({access, stream, queue.given + 1, task.name});
+  if (access.writes) found->second.writers.insert(stream);
 }
 
 /// Keeps the memory for those that should have been recorded, too.
@@ -414,8 +415,9 @@ void FakeMachine::remove_block(char* memory) {
 }
 
 void FakeMachine::check_close(const char* memory) {
-  for (const PastAccess& past : blocks_.at(memory).past) {
-    if (past.access.writes || is_finished(past.stream, past.position)) continue;
+  const Block& block = blocks_.at(memory);
+  for (const PastAccess& past : block.past) {
+    if (block.writers.count(past.stream) > 0 || is_finished(past.stream, past.position)) continue;
     if (has_failed(past.stream.first)) continue;
     broken(c10::str("memory of another process is closed while ", text_of(past.stream),
                     " may read it"));

@@ -127,7 +127,8 @@ class FakeMachine {
     blocks_[memory] = {bytes, owner, {}, {}};
   }
   void remove_block(char* memory);
-  /// Such memory is closed by the process that reads it: the host knows that it has.
+  /// Such memory is closed by the process that reads it: the host knows that it has. Streams that
+  /// write there are those of its maker, which may go on.
   void check_close(const char* memory);
 
   void* allocate_pinned(size_t bytes);
@@ -179,6 +180,7 @@ class FakeMachine {
     std::set<StreamKey> users;  // recorded
     std::vector<PastAccess> past;
     std::shared_ptr<FakePool> pool = nullptr;  // pool of graphs, while it is used; else none
+    std::set<StreamKey> writers = {};
   };
 
   struct StreamPool {

@@ -455,6 +455,23 @@ TEST_F(Graphs, LeaveLeavesToTheHost) {
                     "may have the host do more than give the device work"});
 }
 
+/// The call of a leaf is another one in each step, which ends no graphs of the other stage.
+TEST_F(Graphs, AreLaunchedBesideTheLeafOfAnotherStage) {
+  Training training;
+  training.loss = [](TextNet& net, torch::Tensor x, torch::Tensor y) {
+    torch::Tensor factors;
+    {
+      const auto scope = partition(0);
+      factors = leaf(torch::nn::Tanh())(x.to(torch::kFloat)).unsqueeze(-1);
+    }
+    return torch::nn::functional::cross_entropy((net->forward(x) * factors).flatten(0, 1),
+                                                y.flatten());
+  };
+  EXPECT_EQ(launches_of(training, 2), (std::vector<int>{0, 4, 4, 4}));
+  expect_has(log_, {"runs operator by operator: stage 0: operator",
+                    "\"cuda_graphs\": 4 computations of 1 stage are captured"});
+}
+
 TEST_F(Graphs, AreNoneOnTheCpu) {
   Config config;
   config.cuda_graphs("on").microbatches(1);

@@ -5,6 +5,7 @@
 #include "comm/nccl/group_channels.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -13,8 +14,11 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <memory>
 #include <random>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "comm/host_parts.h"
 #include "comm/nccl/reduce_parts.h"
@@ -323,11 +327,29 @@ TEST(ReduceParts, HasTheBitsOfTheHostsReduction) {
       std::vector<const void*> rows;
       for (int i = 0; i < 4; ++i) rows.push_back(parts[i].const_data_ptr());
       comm::reduce_in_order({expected.mutable_data_ptr()}, rows, 33, type, op, 4);
-      const at::Tensor got = comm::reduce_parts(parts.to(fake_device()), op);
+      const at::Tensor got = comm::reduce_parts(parts.to(fake_device()).unbind(0), op);
       EXPECT_EQ(got.device(), fake_device());
       EXPECT_TRUE(at::equal(got.cpu(), expected)) << type << " " << static_cast<int>(op);
     }
   }
+}
+
+/// CUDA multiplies by the reciprocal of a divisor that the host has, and so rounds twice.
+TEST(ReduceParts, DividesByANumberOfTheDevice) {
+  static std::set<std::string> divisions;
+  divisions.clear();
+  const auto note = [](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+    const auto name = call.operator_name();
+    if (name && name->name == "aten::div") divisions.insert(name->overload_name);
+    return nullptr;
+  };
+  const std::vector<at::Tensor> parts(3, at::ones({4}, fake_device()));
+  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(note));
+  const at::Tensor got = comm::reduce_parts(parts, ReduceOp::kAverage);
+  at::removeCallback(handle);
+  EXPECT_TRUE(at::equal(got.cpu(), at::ones({4})));
+  EXPECT_EQ(divisions.count("Tensor"), 1);
+  EXPECT_EQ(divisions.count("Scalar"), 0);
 }
 
 }  // namespace

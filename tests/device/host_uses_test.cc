@@ -71,6 +71,7 @@ std::vector<HostUse> train(const Case& tested, HostUses& uses) {
     set_partition(*net->named_modules()["blocks.0"], 0);
     set_partition(*net->named_modules()["blocks.1"], 1);
   }
+  if (tp_size() > 1) set_tensor_parallelism(*net);
   DistributedModel<gpt::GPT> model(net);
   DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(),
                                                       torch::optim::AdamWOptions(0.01));
@@ -92,7 +93,9 @@ std::vector<HostUse> train(const Case& tested, HostUses& uses) {
     if (tested.clips) optimizer.clip_master_grads(1.0);
     optimizer.step();
     losses.reduce_mean(CommGroup::kDp).item<double>();
-    if (i == kSteps - 1) EXPECT_EQ(fake_streams(), streams) << "a step takes another stream";
+    if (i == kSteps - 1) {
+      EXPECT_EQ(fake_streams(), streams) << "a step takes another stream";
+    }
   }
   auto of_last_step = uses.take(rank());
   smp::barrier();  // the ends of others, which have streams of this device
@@ -200,43 +203,17 @@ Use probes(int numbers) {
           "has the program scaled this stage's gradients? compared with the other's"};
 }
 
-/// Where replicas reduce through host memory.
-const std::vector<Use> kReplica = {
-    kInputs,
-    kLossesBefore,
-    kLoss,
-    {"copies Float [14912] to the host", 1, "the gradients, on the communicator's thread"},
-    {"copies Float [14912] to the device", 1, "their sums, on the communicator's thread"},
-    {"copies Float [2] to the host", 1, "the program gathers the replicas' losses"},
-    {"copies Float [4] to the device", 1, "the program gathers the replicas' losses"},
-    {"waits for a stream", 3,
-     "the communicator's thread for gradients and for sums; the program for its losses"}};
+/// Reductions and gathers, and messages between the stages, stay on the devices.
+const std::vector<Use> kReplica = {kInputs, kLossesBefore, kLoss};
+const std::vector<Use> kFirstStage = {kLoss, probes(112)};
+const std::vector<Use> kLastStage = {kLossesBefore, kLoss, probes(120)};
 
-/// The same where each keeps and updates its half of the parameters only.
-const std::vector<Use> kSharingReplica = {
-    kInputs,
-    kLossesBefore,
-    kLoss,
-    {"copies Float [15616] to the host", 1, "the gradients, on the communicator's thread"},
-    {"copies Float [7808] to the device", 1, "the sums of its half"},
-    {"copies Float [7808] to the host", 1, "its half of the parameters, updated"},
-    {"copies Float [15616] to the device", 1, "both halves"},
-    {"copies Float [2] to the host", 1, "the program gathers the replicas' losses"},
-    {"copies Float [4] to the device", 1, "the program gathers the replicas' losses"},
-    {"waits for a stream", 4,
-     "the communicator's thread for gradients and for sums; for the parameters; for losses"}};
-
-/// Messages between the stages are handed over by the devices.
-const std::vector<Use> kFirstStage = {
-    kLoss,
-    probes(112),
-    {"copies Byte [128] to the device", 1, "the losses come from the other rank"}};
-const std::vector<Use> kLastStage = {
-    kLossesBefore,
-    kLoss,
+/// Ranks that divide layers train on the batches of both.
+const std::vector<Use> kDividingRank = {
+    {"copies Long [4, 8] to the device, waits", 4, "the bytes and the next ones of both ranks"},
+    {"copies Float [4] to the host, waits", 1, "are the losses of the step before finite?"},
     probes(120),
-    {"copies Byte [128] to the host", 1, "the losses go to the other rank"},
-    {"waits for a stream", 1, "the losses are in host memory"}};
+    kLoss};
 
 std::vector<Use> operator+(std::vector<Use> uses, const Use& use) {
   uses.push_back(use);
@@ -297,7 +274,13 @@ INSTANTIATE_TEST_SUITE_P(
              2,
              false,
              false,
-             {kSharingReplica, kSharingReplica}}),
+             {kReplica, kReplica}},
+        Case{"TwoRanksDivideLayers",
+             config(1, 1).ddp(true).tensor_parallel_degree(2),
+             2,
+             false,
+             false,
+             {kDividingRank, kDividingRank}}),
     [](const auto& info) { return info.param.name; });
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <future>
 #include <utility>
 
+#include "comm/device/ipc_memory.h"
 #include "partitioner/predict.h"
 #include "runtime/runtime.h"
 #include "runtime/step/planning.h"
@@ -43,6 +44,13 @@ TEST(DeviceMemory, IsThatOfTensorsAndOfTheCache) {
     EXPECT_EQ(after.peak - before.allocated, 5 * kMiB);
     EXPECT_EQ(after.held - before.held, 5 * kMiB);
     EXPECT_EQ(after.total - after.free, after.held);
+    EXPECT_EQ(after.shared, before.shared);
+    {
+      const comm::MadeMemory shared(*comm::device_ipc(after.device.type()), after.device, 5000,
+                                    /*openers=*/1, /*events=*/0);
+      EXPECT_EQ(device_memory()->shared, before.shared + 5000);
+    }
+    EXPECT_EQ(device_memory()->shared, before.shared);
     reset_peak_memory();
     EXPECT_EQ(device_memory()->peak, after.allocated);
     empty_cache();
@@ -63,10 +71,10 @@ TEST(DeviceMemory, TheReportHasARowForEachRank) {
   });
   EXPECT_EQ(reports[0], reports[1]);
   EXPECT_EQ(reports[0],
-            "  rank  device  allocated     peak     held      free        of\n"
-            "  ----  ------  ---------  -------  -------  --------  --------\n"
-            "     0  fake:2    8.0 MiB  8.0 MiB  8.0 MiB  56.0 MiB  64.0 MiB\n"
-            "     1  fake:3    9.0 MiB  9.0 MiB  9.0 MiB  55.0 MiB  64.0 MiB\n");
+            "  rank  device  allocated     peak     held  shared      free        of\n"
+            "  ----  ------  ---------  -------  -------  ------  --------  --------\n"
+            "     0  fake:2    8.0 MiB  8.0 MiB  8.0 MiB       -  56.0 MiB  64.0 MiB\n"
+            "     1  fake:3    9.0 MiB  9.0 MiB  9.0 MiB       -  55.0 MiB  64.0 MiB\n");
 }
 
 /// Keeps its result for backward.

@@ -164,7 +164,9 @@ void train_steps(const Where& where, int first, int last, const std::string& fol
     for (const torch::Tensor& parameter : model->local_parameters()) {
       // Replicas that divide them say no more than that there is one.
       const bool is_whole = parameter.requires_grad() && dp_size() == 1;
-      if (is_whole) EXPECT_EQ(parameter.grad().device(), device);
+      if (is_whole) {
+        EXPECT_EQ(parameter.grad().device(), device);
+      }
     }
     const auto state = to_map(model->state_dict());
     const std::lock_guard<std::mutex> lock(mutex);
