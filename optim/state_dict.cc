@@ -95,10 +95,10 @@ class Restore {
                    "\nBuild the optimizer as it was when the state was saved.");
   }
 
-  void prepare(detail::ParamStateFactory make_state) {
+  void prepare(detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
     for (size_t i = 0; i < groups_.size(); ++i) {
       for (const auto& [name, param] : groups_[i]) {
-        new_states_[param.unsafeGetTensorImpl()] = make_param(name, param, make_state);
+        new_states_[param.unsafeGetTensorImpl()] = make_param(name, param, make_state, layouts);
       }
       // A rehearsal: values that cannot be assigned throw here.
       auto options = optimizer_.param_groups()[i].options().clone();
@@ -164,14 +164,19 @@ class Restore {
   }
 
   std::unique_ptr<OptimizerParamState> make_param(const std::string& name, const at::Tensor& param,
-                                                  detail::ParamStateFactory make_state) const {
+                                                  detail::ParamStateFactory make_state,
+                                                  const FieldLayouts& layouts) const {
     const auto saved = state_.params.find(name);
     if (saved == state_.params.end()) {
       return nullptr;
     }
     Fields fields{{}, parse_fields(saved->second.scalars)};
     for (const auto& [field, tensor] : saved->second.tensors) {
-      fields.tensors[field] = place_like(param, tensor);
+      const auto layout = layouts.find(field);
+      const bool is_elementwise =
+          layout == layouts.end() || layout->second.kind == FieldLayout::Kind::kElementwise;
+      fields.tensors[field] =
+          is_elementwise ? place_like(param, tensor) : tensor.to(param.device());
     }
     auto result = make_state();
     guarded("state of parameter \"" + name + "\"", [&] { assign_fields(*result, fields); });
@@ -288,23 +293,23 @@ OptimizerState share_state(const Optimizer& optimizer, const ParameterNames& nam
 namespace {
 
 Restore prepared(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-                 Names common, detail::ParamStateFactory make_state) {
+                 Names common, detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
   Restore restore(optimizer, state, names);
   restore.check(common);
-  restore.prepare(make_state);
+  restore.prepare(make_state, layouts);
   return restore;
 }
 
 }  // namespace
 
 void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-               Names common, detail::ParamStateFactory make_state) {
-  prepared(optimizer, state, names, common, make_state).apply();
+               Names common, detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
+  prepared(optimizer, state, names, common, make_state, layouts).apply();
 }
 
 void check_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
                  Names common, detail::ParamStateFactory make_state) {
-  prepared(optimizer, state, names, common, make_state);
+  prepared(optimizer, state, names, common, make_state, {});
 }
 
 json parse_fields(const std::string& text) {

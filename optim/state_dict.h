@@ -48,11 +48,12 @@ void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 
 /// Restores `state`: the options of all groups (learning rate included) and the state of every
 /// parameter, made where there is none and removed where the saved run had none. Tensors go to
-/// their parameter's device and, where they have its shape, get its strides. Throws
-/// CheckpointError that lists, sorted, all unnamed parameters, other shapes, groups that do not
-/// match and, with `kSame`, missing and extra names; then nothing has changed.
+/// their parameter's device; those that are elementwise by `layouts` and have its shape get its
+/// strides. Throws CheckpointError that lists, sorted, all unnamed parameters, other shapes, groups
+/// that do not match and, with `kSame`, missing and extra names; then nothing has changed.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
-               const ParameterNames& names, Names common, detail::ParamStateFactory make_state);
+               const ParameterNames& names, Names common, detail::ParamStateFactory make_state,
+               const FieldLayouts& layouts = {});
 
 /// Throws the errors of `set_state`, and changes nothing.
 void check_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,

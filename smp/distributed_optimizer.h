@@ -32,14 +32,14 @@ class DistributedOptimizer : public Base, public OptimizerCore {
   template <class... Arguments>
   explicit DistributedOptimizer(std::vector<at::Tensor> parameters, Arguments&&... arguments)
       : Base(std::move(parameters), std::forward<Arguments>(arguments)...),
-        OptimizerCore(static_cast<Base&>(*this), optim::detail::elementwise<Base>()) {}
+        OptimizerCore(static_cast<Base&>(*this), optim::detail::traits<Base>()) {}
 
   /// Takes param groups, each with options of its own or the optimizer's.
   template <class... Arguments>
   explicit DistributedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                 Arguments&&... arguments)
       : Base(groups, std::forward<Arguments>(arguments)...),
-        OptimizerCore(static_cast<Base&>(*this), optim::detail::elementwise<Base>()) {}
+        OptimizerCore(static_cast<Base&>(*this), optim::detail::traits<Base>()) {}
 
   DistributedOptimizer(const DistributedOptimizer&) = delete;
   DistributedOptimizer(DistributedOptimizer&&) = delete;
@@ -64,8 +64,7 @@ template <class Base>
 class DistributedOptimizerRef : public OptimizerCore {
  public:
   explicit DistributedOptimizerRef(Base& optimizer)
-      : OptimizerCore(optimizer, optim::detail::elementwise_of(optimizer)),
-        optimizer_(&optimizer) {}
+      : OptimizerCore(optimizer, optim::detail::traits_of(optimizer)), optimizer_(&optimizer) {}
 
   /// Does the same as `DistributedOptimizer::step`.
   at::Tensor step(LossClosure closure = nullptr) const {

@@ -12,9 +12,9 @@
 namespace smp {
 
 OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory state_factory,
-                             const optim::detail::Elementwise& elementwise)
+                             const optim::detail::Traits& traits)
     : optimizer_(std::make_shared<runtime::Optimizer>(optimizer, state_factory,
-                                                      optim::detail::state_tensors, elementwise)) {
+                                                      optim::detail::state_tensors, traits)) {
   runtime::Runtime::get().optimizer_states->add(optimizer_);
 }
 

@@ -82,13 +82,13 @@ class SMP_API OptimizerCore {
   /// For an optimizer of type `Base` that outlives this. Throws `UsageError` before `smp::init`,
   /// and where the configuration divides parameters and the optimizer cannot update parts of them.
   template <class Base>
-  OptimizerCore(Base& optimizer, const optim::detail::Elementwise& elementwise)
+  OptimizerCore(Base& optimizer, const optim::detail::Traits& traits)
       : OptimizerCore(
             optimizer,
             [](const torch::optim::Optimizer& untyped) {
               return optim::detail::param_state_factory(static_cast<const Base&>(untyped));
             },
-            elementwise) {}
+            traits) {}
   ~OptimizerCore() = default;
   OptimizerCore(const OptimizerCore&) = default;
   OptimizerCore& operator=(const OptimizerCore&) = default;
@@ -100,7 +100,7 @@ class SMP_API OptimizerCore {
  private:
   using StateFactory = optim::detail::ParamStateFactory (*)(const torch::optim::Optimizer&);
   OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory state_factory,
-                const optim::detail::Elementwise& elementwise);
+                const optim::detail::Traits& traits);
 
   std::shared_ptr<runtime::Optimizer> optimizer_;
 };

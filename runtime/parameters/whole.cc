@@ -61,8 +61,10 @@ at::Tensor gather(const Runtime& runtime, const ParameterTable::Entry& entry, bo
 using Bucket = std::pair<const void*, size_t>;
 
 Bucket bucket_of(const Held& held) {
-  if (std::holds_alternative<comm::Blocks>(held.lies.cuts.back().how)) return {held.entry, 0};
-  const auto& [slices, index, is_shard] = *held.entry->slice;
+  const auto& [entry, lies, own, dtype, exists] = held;
+  const bool is_piece = entry->slice && lies.cuts.back().over == entry->sharding.cuts.back().over;
+  if (!is_piece) return {entry, 0};
+  const auto& [slices, index, is_shard] = *entry->slice;
   return {slices.get(), slices->layout().slots[index].bucket};
 }
 

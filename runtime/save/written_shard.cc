@@ -18,22 +18,24 @@ namespace {
 using checkpoint::NamedTensor;
 
 /// Adds this rank's part of the written states, by parameter.
-void add_tensors(const Runtime& runtime, const Turns& turns, OptimizerState& state,
-                 checkpoint::Shard& shard) {
+void add_tensors(const Runtime& runtime, const Turns& turns, const StateFields& fields,
+                 OptimizerState& state, checkpoint::Shard& shard) {
   turns.keep_mine(state);
-  join_states(runtime, runtime.topology().axis(CommGroup::kTp), state);
+  join_states(runtime, fields, runtime.topology().axis(CommGroup::kTp), state);
   shard.optimizer_tensors.merge(optim::tensors_of(state));
 }
 
-/// The states of optimizers as that of one with the groups of all.
-OptimizerState state_of(const std::vector<Optimizer*>& optimizers) {
+/// Adds this rank's part of the states of optimizers, as that of one with the groups of all.
+void add_optimizers(const Runtime& runtime, const Turns& turns,
+                    const std::vector<Optimizer*>& optimizers, checkpoint::Shard& shard) {
   OptimizerState all;
   for (Optimizer* optimizer : optimizers) {
     OptimizerState state = optimizer->local_state();
+    add_tensors(runtime, turns, optimizer->fields(), state, shard);
     all.params.merge(std::move(state.params));
     std::move(state.groups.begin(), state.groups.end(), std::back_inserter(all.groups));
   }
-  return all;
+  shard.optimizer = optim::to_json(all);
 }
 
 }  // namespace
@@ -89,18 +91,14 @@ checkpoint::Shard shard_of(const Runtime& runtime, const CheckpointParts& parts,
     tensor.tensor = whole_on_one(runtime, entry, turn++, turns.of(tensor.name));
     if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
   }
-  if (!parts.optimizers().empty()) {
-    auto state = state_of(parts.optimizers());
-    add_tensors(runtime, turns, state, shard);
-    shard.optimizer = optim::to_json(state);
-  }
+  if (!parts.optimizers().empty()) add_optimizers(runtime, turns, parts.optimizers(), shard);
   for (Optimizer* optimizer : parts.optimizers()) {  // one of them scales the loss, or none
     const auto scale = optimizer->loss_scaling().state();
     if (!scale.empty()) shard.optimizer[kLossScale] = scale;
   }
   for (Average* average : averages_of(runtime, parts.models())) {
     auto state = average->local_state();
-    add_tensors(runtime, turns, state, shard);
+    add_tensors(runtime, turns, {}, state, shard);
     shard.optimizer[checkpoint::kAverages][average->name()] =
         static_cast<uint64_t>(average->updates());
   }
@@ -108,7 +106,7 @@ checkpoint::Shard shard_of(const Runtime& runtime, const CheckpointParts& parts,
     auto state = tensors->local_state();
     // All replicas have them.
     if (!turns.are_taken() && runtime.replicas()->rank() > 0) state = {};
-    add_tensors(runtime, turns, state, shard);
+    add_tensors(runtime, turns, {}, state, shard);
   }
   return shard;
 }

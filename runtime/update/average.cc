@@ -198,7 +198,7 @@ OptimizerState Average::local_state() {
   for (const auto& [name, average] : averages_) {
     state.params[name] = param_of(average.sizes().vec(), average);
   }
-  join_states(*runtime_, runtime_->topology().pieces(), state);
+  join_states(*runtime_, {}, runtime_->topology().pieces(), state);
   return state;
 }
 

@@ -5,10 +5,15 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/safetensors.h"
 #include "core/check.h"
 #include "runtime/parameters/whole.h"
 
@@ -18,7 +23,67 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kScalars = "scalars";
-constexpr const char* kFields = "fields";  // the dtype of a field that is divided, text of others
+constexpr const char* kFields = "fields";
+// A field: the dtype where it is divided; these where the ranks have the same; else what is wrong.
+constexpr const char* kDtype = "dtype";
+constexpr const char* kSizes = "sizes";
+constexpr const char* kHash = "hash";
+
+std::vector<int64_t> ascending(size_t count) {
+  std::vector<int64_t> numbers(count);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  return numbers;
+}
+
+/// How a tensor along dimensions of a parameter lies; nothing for a parameter without these.
+std::optional<comm::Sharding> sharding_along(std::vector<int64_t> dims,
+                                             const comm::Sharding& parameter) {
+  comm::Sharding lies{{}, ascending(dims.size()), {}};
+  const auto count = static_cast<int64_t>(parameter.sizes.size());
+  for (int64_t& dim : dims) {
+    if (dim < -count || dim >= count) return std::nullopt;
+    if (dim < 0) dim += count;
+    lies.sizes.push_back(parameter.sizes[dim]);
+  }
+  for (const auto& [over, how] : parameter.cuts) {
+    const auto& blocks = std::get<comm::Blocks>(how);  // optim::check_of_ranges refuses others
+    const auto found = std::find(dims.begin(), dims.end(), blocks.dim);
+    if (found != dims.end())
+      lies.cuts.push_back({over, comm::Blocks{found - dims.begin(), blocks.extents}});
+  }
+  return lies;
+}
+
+/// How a field lies, given how its parameter does; nothing for one that such a parameter has not.
+std::optional<comm::Sharding> sharding_of(const StateFields& fields, const std::string& field,
+                                          const at::Tensor& tensor,
+                                          const comm::Sharding& parameter) {
+  using Kind = optim::FieldLayout::Kind;
+  const auto found = fields.layouts.find(field);
+  const bool is_number = tensor.defined() && tensor.dim() == 0;
+  const Kind kind = found != fields.layouts.end() ? found->second.kind
+                    : is_number                   ? Kind::kWhole
+                                                  : Kind::kElementwise;
+  if (kind == Kind::kElementwise) return parameter;
+  if (kind == Kind::kAlong) return sharding_along(found->second.dims, parameter);
+  return comm::Sharding{tensor.sizes().vec(), ascending(tensor.dim()), {}};
+}
+
+/// The error of a field that has other sizes than those where it lies.
+std::string misfit(const StateFields& fields, const std::string& field, const at::Tensor& tensor,
+                   const std::optional<comm::Sharding>& lies, at::IntArrayRef expected) {
+  const auto found = fields.layouts.find(field);
+  const bool is_along =
+      found != fields.layouts.end() && found->second.kind == optim::FieldLayout::Kind::kAlong;
+  const std::string layout =
+      is_along ? c10::str("lies along dimensions ", at::IntArrayRef(found->second.dims), " of it")
+               : "has an element for each of the parameter's";
+  const std::string sizes =
+      lies ? c10::str("here sizes ", expected) : "of which the parameter lacks one";
+  return c10::str("\"", field, "\" ", layout, ", ", sizes, ", and is ", tensor.scalar_type(),
+                  tensor.sizes(), ". Say how it lies: specialise smp::optim::StateLayout<",
+                  fields.optimizer, "> (smp/optim/traits.h)");
+}
 
 /// A parameter that the ranks along an axis divide.
 struct Divided {
@@ -28,62 +93,96 @@ struct Divided {
   bool in_pieces() const { return std::holds_alternative<comm::Range>(lies.cuts.back().how); }
 };
 
-/// Everything of a state but the elements, which is the same on all ranks that have some.
-json describe(const comm::Sharding& sharding, int rank, const OptimizerState::Param& param) {
-  const auto sizes = sharding.sizes_of(rank);
-  json fields = json::object();
+/// The states that the ranks along an axis put together.
+struct Together {
+  comm::Communicator& group;
+  const int rank;  // this rank's in the world
+  const StateFields& fields;
+  std::vector<Divided> divided;
+};
+
+/// Everything of a state but the elements.
+json describe(const Together& states, const comm::Sharding& parameter,
+              const OptimizerState::Param& param) {
+  json described = json::object();
   for (const auto& [field, tensor] : param.tensors) {
-    const bool is_divided = tensor.sizes() == at::IntArrayRef(sizes);
-    fields[field] = is_divided ? json(static_cast<int>(tensor.scalar_type()))
-                               : json(c10::str(tensor.scalar_type(), tensor.sizes()));
+    const auto lies = sharding_of(states.fields, field, tensor, parameter);
+    const auto expected = lies ? lies->sizes_of(states.rank) : std::vector<int64_t>();
+    const auto dtype = static_cast<int>(tensor.scalar_type());
+    if (!lies || tensor.sizes() != at::IntArrayRef(expected)) {
+      described[field] = misfit(states.fields, field, tensor, lies, expected);
+    } else if (lies->cuts.empty()) {
+      described[field] = {{kDtype, dtype},
+                          {kSizes, expected},
+                          {kHash, checkpoint::hash_of(tensor.cpu().contiguous())}};
+    } else {
+      described[field] = dtype;
+    }
   }
-  return {{kScalars, optim::parse_fields(param.scalars)}, {kFields, std::move(fields)}};
+  return {{kScalars, optim::parse_fields(param.scalars)}, {kFields, std::move(described)}};
 }
 
-/// Refuses fields that replicas cannot put together.
-void check_elementwise(const std::string& name, const json& state) {
-  for (const auto& [field, text] : state[kFields].items()) {
-    SMP_CHECK_WITH(UsageError, text.is_number(),
-                   "cannot save the optimizer's state of parameter \"", name,
-                   "\": with \"shard_optimizer_state\" each of its tensors has an element for each "
-                   "of the parameter's, but \"",
-                   field, "\" is ", text.get<std::string>(),
-                   ". Keep it as a number, or set \"shard_optimizer_state\" to false");
+/// The description of a parameter's state, and the first rank of the group that has one.
+struct Described {
+  json state;
+  int first;
+};
+
+/// Throws unless a rank has the same as the first one.
+void check_same(const StateFields& fields, const std::string& parameter, const Described& expected,
+                int first, const json& got, int other) {
+  const auto& of_first = expected.state[kFields];
+  for (const auto& [field, description] : of_first.items()) {
+    const bool has_it = got.is_object() && got[kFields].contains(field);
+    for (const json& text : {description, has_it ? got[kFields][field] : json()}) {
+      SMP_CHECK_WITH(UsageError, !text.is_string(),
+                     "cannot put the optimizer's state of parameter \"", parameter,
+                     "\" together: ", text.get<std::string>());
+    }
+    SMP_CHECK_WITH(
+        UsageError, !has_it || !description.is_object() || got[kFields][field] == description,
+        "cannot put the optimizer's state of parameter \"", parameter, "\" together: \"", field,
+        "\" differs between the ranks ", first, " and ", other, ", and smp::optim::StateLayout<",
+        fields.optimizer,
+        "> says that ranks with these parts of the parameter have the same. Update it by what they "
+        "have alike, or set \"tensor_parallel_degree\" to 1");
   }
+  SMP_CHECK_WITH(UsageError, got == expected.state, "the optimizer's state of parameter \"",
+                 parameter, "\" differs between ranks that divide it: expected ",
+                 expected.state.dump(), ", rank ", other, " has ",
+                 got.is_null() ? "none" : got.dump(), ". Call optimizer.step() on all ranks alike");
 }
 
 /// The descriptions of the states of divided parameters, by name; the same on all ranks of a group,
 /// and so are the errors.
-json agree_on_states(comm::Communicator& group, int rank, const std::vector<Divided>& divided,
-                     const OptimizerState& state) {
+std::map<std::string, Described> agree_on_states(const Together& states,
+                                                 const OptimizerState& state) {
   json mine = json::object();
-  for (const auto& [entry, lies] : divided) {
+  for (const auto& [entry, lies] : states.divided) {
     const auto found = state.params.find(entry->name);
-    if (found != state.params.end()) mine[entry->name] = describe(lies, rank, found->second);
+    if (found != state.params.end()) mine[entry->name] = describe(states, lies, found->second);
   }
-  json merged = json::object();
   std::vector<json> all;
-  for (const auto& text : comm::all_gather_bytes(group, mine.dump())) {
+  for (const auto& text : comm::all_gather_bytes(states.group, mine.dump())) {
     all.push_back(json::parse(text));
-    merged.update(all.back());
   }
-  for (const Divided& parameter : divided) {
-    const auto& [entry, lies] = parameter;
-    if (!merged.contains(entry->name)) continue;
-    const json& expected = merged[entry->name];
+  std::map<std::string, Described> agreed;
+  for (const auto& [entry, lies] : states.divided) {
+    const std::string& name = entry->name;
+    const auto has_it = [&](const json& of) { return of.contains(name); };
+    const auto first = std::find_if(all.begin(), all.end(), has_it);
+    if (first == all.end()) continue;
+    const Described expected{(*first)[name], static_cast<int>(first - all.begin())};
+    const auto& over = lies.cuts.back().over;
     for (size_t r = 0; r < all.size(); ++r) {
-      const int other = lies.cuts.back().over.member(rank, static_cast<int>(r));
+      const int other = over.member(states.rank, static_cast<int>(r));
       if (c10::multiply_integers(lies.sizes_of(other)) == 0) continue;
-      const json got = all[r].value(entry->name, json());
-      SMP_CHECK_WITH(UsageError, got == expected, "the optimizer's state of parameter \"",
-                     entry->name, "\" differs between ranks that divide it: expected ",
-                     expected.dump(), ", rank ", other, " has ",
-                     got.is_null() ? "none" : got.dump(),
-                     ". Call optimizer.step() on all ranks alike");
+      check_same(states.fields, name, expected, over.member(states.rank, expected.first),
+                 all[r].value(name, json()), other);
     }
-    if (parameter.in_pieces()) check_elementwise(entry->name, expected);
+    agreed.emplace(name, expected);
   }
-  return merged;
+  return agreed;
 }
 
 /// Whether the ranks along an axis divide parameters, perhaps of other stages only.
@@ -92,42 +191,88 @@ bool divide_any(const Runtime& runtime, const core::Axis& over) {
   return !slices_of(runtime).empty();
 }
 
+/// This rank's share of a field that is described so; `tensor` is undefined where it has none. One
+/// that ranks have alike is the first one's alone.
+Held share_of(const Together& states, const Divided& parameter, const std::string& field,
+              const Described& described, at::Tensor tensor) {
+  const auto& [entry, lies] = parameter;
+  const core::Axis& over = lies.cuts.back().over;
+  // On the host where the device has no room for all wholes.
+  const auto device = parameter.in_pieces() ? entry->tensor.device() : at::kCPU;
+  if (tensor.defined()) tensor = tensor.to(device);
+  const json& description = described.state[kFields][field];
+  if (description.is_number()) {
+    auto of_field = *sharding_of(states.fields, field, tensor, lies);
+    return {entry, std::move(of_field), std::move(tensor), description.get<at::ScalarType>(),
+            /*exists=*/true};
+  }
+  const auto sizes = description[kSizes].get<std::vector<int64_t>>();
+  const int64_t numel = c10::multiply_integers(sizes);
+  const comm::Range of_first{described.first * numel, numel};
+  comm::Sharding of_field{sizes, ascending(sizes.size()), {{over, of_first}}};
+  if (tensor.defined()) tensor = of_field.cut(tensor, states.rank);
+  return {entry, std::move(of_field), std::move(tensor), description[kDtype].get<at::ScalarType>(),
+          /*exists=*/true};
+}
+
+/// Whether a state waits for the first step, in which the ranks are going to divide it.
+bool is_uncut(const comm::Sharding& lies, int rank, const OptimizerState::Param& param) {
+  return param.shape == lies.sizes && param.shape != lies.sizes_of(rank);
+}
+
 /// Adds to `joined` this rank's share of the states of divided parameters.
-void join_divided(const Runtime& runtime, const comm::Communicator& group, const json& described,
-                  const std::vector<Divided>& divided, const OptimizerState& state,
+void join_divided(const Runtime& runtime, const Together& states, const OptimizerState& state,
                   OptimizerState& joined) {
+  const auto agreed = agree_on_states(states, state);
   std::vector<Held> held;
-  std::vector<std::string> fields;  // field names, by index in `held`
-  for (const Divided& parameter : divided) {
-    const auto& [entry, lies] = parameter;
-    if (!described.contains(entry->name)) continue;
-    const auto found = state.params.find(entry->name);
-    const bool has_own = found != state.params.end();
-    for (const auto& [field, dtype] : described[entry->name][kFields].items()) {
-      if (!dtype.is_number()) continue;
-      at::Tensor own = has_own ? found->second.tensors.at(field) : at::Tensor();
-      // On the host where the device has no room for all wholes.
-      if (has_own && !parameter.in_pieces()) own = own.cpu();
-      held.push_back({entry, lies, std::move(own), dtype.get<at::ScalarType>(), /*exists=*/true});
-      fields.push_back(field);
+  std::vector<std::string> names;  // names of fields, by index in `held`
+  for (const Divided& parameter : states.divided) {
+    const auto described = agreed.find(parameter.entry->name);
+    if (described == agreed.end()) continue;
+    const auto own = state.params.find(parameter.entry->name);
+    for (const auto& [field, description] : described->second.state[kFields].items()) {
+      at::Tensor tensor = own != state.params.end() ? own->second.tensors.at(field) : at::Tensor();
+      held.push_back(share_of(states, parameter, field, described->second, std::move(tensor)));
+      names.push_back(field);
     }
   }
   for_each_whole(runtime, held, [&](size_t i, const at::Tensor& tensor) {
-    joined.params[held[i].entry->name].tensors[fields[i]] = tensor;
+    joined.params[held[i].entry->name].tensors[names[i]] = tensor;
   });
-  for (const auto& [entry, lies] : divided) {
-    if (!described.contains(entry->name)) continue;
-    const json& all = described[entry->name];
-    const bool has_joined = std::any_of(all[kFields].begin(), all[kFields].end(),
-                                        [](const json& dtype) { return dtype.is_number(); });
-    if (has_joined ? joined.params.count(entry->name) == 0 : group.rank() > 0) continue;
+  for (const auto& [entry, lies] : states.divided) {
+    const auto described = agreed.find(entry->name);
+    if (described == agreed.end()) continue;
+    const bool has_tensors = !described->second.state[kFields].empty();
+    const bool is_mine =
+        has_tensors ? joined.params.count(entry->name) > 0 : states.group.rank() == 0;
+    if (!is_mine) continue;
     OptimizerState::Param& param = joined.params[entry->name];
     param.shape = lies.sizes;
-    param.scalars = optim::text_of(all[kScalars]);
-    const auto found = state.params.find(entry->name);
-    if (found == state.params.end()) continue;
-    param.tensors.insert(found->second.tensors.begin(), found->second.tensors.end());
+    param.scalars = optim::text_of(described->second.state[kScalars]);
   }
+}
+
+/// Cuts a state of a parameter, from the whole or a part to what a rank updates.
+void cut_state(const comm::Sharding& sharding, int rank, const StateFields& fields,
+               const std::string& name, OptimizerState::Param& param) {
+  const size_t cuts = sharding.cuts.size();
+  size_t done = 0;
+  while (done <= cuts && param.shape != sharding.sizes_of(rank, done)) ++done;
+  SMP_CHECK_WITH(CheckpointError, done <= cuts,
+                 "the saved optimizer state does not fit this optimizer: ", name,
+                 ": expected shape ", at::IntArrayRef(sharding.sizes), ", got ",
+                 at::IntArrayRef(param.shape));
+  const auto to_do = sharding.cuts.begin() + static_cast<std::ptrdiff_t>(done);
+  const comm::Sharding rest{param.shape, sharding.order, {to_do, sharding.cuts.end()}};
+  for (auto& [field, tensor] : param.tensors) {
+    const auto lies = sharding_of(fields, field, tensor, rest);
+    const auto expected = lies ? lies->sizes : std::vector<int64_t>();
+    SMP_CHECK_WITH(CheckpointError, lies && tensor.sizes() == at::IntArrayRef(expected),
+                   "cannot divide the optimizer's state of parameter \"", name,
+                   "\": ", misfit(fields, field, tensor, lies, expected));
+    tensor = lies->cut(tensor, rank);
+  }
+  param.shape = sharding.sizes_of(rank);
 }
 
 }  // namespace
@@ -136,12 +281,30 @@ std::string whole_name(const std::string& name) {
   return name.empty() || name.back() != ']' ? name : name.substr(0, name.rfind('['));
 }
 
-void cut_states(const Runtime& runtime, OptimizerState& state) {
+bool find_wholes(const Runtime& runtime, const StateFields& fields, OptimizerState& state) {
+  bool any = false;
+  for (auto& [name, param] : state.params) {
+    const auto& entry = runtime.table().at(name);
+    if (!entry.is_divided()) continue;
+    const comm::Sharding part = entry.part();
+    const bool is_whole =
+        std::any_of(param.tensors.begin(), param.tensors.end(), [&](const auto& item) {
+          const auto& [field, tensor] = item;
+          const auto lies = sharding_of(fields, field, tensor, part);
+          return lies && tensor.sizes() == at::IntArrayRef(lies->sizes) &&
+                 lies->sizes != lies->sizes_of(runtime.rank());
+        });
+    if (is_whole) param.shape = part.sizes;
+    any = any || is_whole;
+  }
+  return any;
+}
+
+void cut_states(const Runtime& runtime, const StateFields& fields, OptimizerState& state) {
   at::NoGradGuard no_grad;
   const int rank = runtime.rank();
   for (const auto& entry : runtime.table().entries()) {
     const comm::Sharding& sharding = entry.sharding;
-    const size_t cuts = sharding.cuts.size();
     const std::string name = entry.name_on(rank);
     if (auto node =
             entry.slice ? state.params.extract(name) : decltype(state.params)::node_type()) {
@@ -150,51 +313,38 @@ void cut_states(const Runtime& runtime, OptimizerState& state) {
       continue;
     }
     const auto found = state.params.find(entry.name);
-    if (cuts == 0 || found == state.params.end()) continue;
+    if (sharding.cuts.empty() || found == state.params.end()) continue;
     if (name.empty()) {
       state.params.erase(found);
       continue;
     }
-    const auto cuts_of = [&](at::IntArrayRef sizes) {
-      size_t done = 0;
-      while (done < cuts && sizes != at::IntArrayRef(sharding.sizes_of(rank, done))) ++done;
-      return done;
-    };
-    OptimizerState::Param& param = found->second;
-    SMP_CHECK_WITH(CheckpointError, !entry.slice || cuts_of(param.shape) < cuts,
-                   "the saved optimizer state does not fit this optimizer: ", entry.name,
-                   ": expected shape ", entry.tensor.sizes(), ", got ",
-                   at::IntArrayRef(param.shape));
-    for (auto& [field, tensor] : param.tensors) {
-      const size_t done = cuts_of(tensor.sizes());
-      if (done == cuts) continue;
-      tensor = sharding.cut(tensor, rank, done);
-      if (entry.slice) tensor = tensor.clone();  // so as to let go of the rest
-    }
-    param.shape = sharding.sizes_of(rank);
+    cut_state(sharding, rank, fields, entry.name, found->second);
+    if (!entry.slice) continue;
+    // So as to let go of the rest.
+    for (auto& [field, tensor] : found->second.tensors) tensor = tensor.clone();
   }
 }
 
-void join_states(const Runtime& runtime, const core::Axis& over, OptimizerState& state) {
+void join_states(const Runtime& runtime, const StateFields& fields, const core::Axis& over,
+                 OptimizerState& state) {
   at::NoGradGuard no_grad;
   if (!divide_any(runtime, over)) return;
-  std::vector<Divided> divided;
-  OptimizerState joined{{}, state.groups};
-  for (const auto& entry : runtime.table().entries()) {
-    if (auto lies = entry.sharding.along(over)) divided.push_back({&entry, *std::move(lies)});
-  }
   const auto group = group_along(runtime, over);
   const bool is_first = group->rank() == 0;
-  for (const auto& [name, param] : state.params) {
-    if (is_first && !runtime.table().at(name).sharding.along(over)) {
-      joined.params.emplace(name, param);
-    }
+  Together states{*group, runtime.rank(), fields, {}};
+  OptimizerState joined{{}, state.groups};
+  for (const auto& entry : runtime.table().entries()) {
+    auto lies = entry.sharding.along(over);
+    const auto found = state.params.find(entry.name);
+    const bool is_whole =
+        found != state.params.end() && (!lies || is_uncut(*lies, runtime.rank(), found->second));
+    if (is_whole && is_first) joined.params.insert(*found);
+    if (lies && !is_whole) states.divided.push_back({&entry, *std::move(lies)});
   }
   for (auto& of : joined.groups) {
     if (!is_first) of.params.clear();
   }
-  const json described = agree_on_states(*group, runtime.rank(), divided, state);
-  join_divided(runtime, *group, described, divided, state, joined);
+  join_divided(runtime, states, state, joined);
   state = std::move(joined);
 }
 

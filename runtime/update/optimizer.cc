@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/update/optimizer.h"
 
+#include <c10/util/Type.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
@@ -58,24 +59,25 @@ class WholeNorms {
 }  // namespace
 
 Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
-                     StateTensors state_tensors, const optim::detail::Elementwise& elementwise)
+                     StateTensors state_tensors, const optim::detail::Traits& traits)
     : optimizer_(optimizer),
-      set_state_([&optimizer, state_factory](const auto& state, const auto& names) {
-        optim::set_state(optimizer, state, names, optim::Names::kCommon, state_factory(optimizer));
+      fields_{c10::demangle(traits.type->name()), traits.fields},
+      set_state_([this, state_factory](const auto& state, const auto& names) {
+        optim::set_state(optimizer_, state, names, optim::Names::kCommon, state_factory(optimizer_),
+                         fields_.layouts);
       }),
       runtime_(Runtime::get_shared()),
-      pieces_(optimizer, *runtime_, set_state_),
+      pieces_(optimizer, *runtime_, set_state_, fields_),
       loss_scaling_(runtime_, pieces_),
-      type_(*elementwise.type),
+      type_(*traits.type),
       state_factory_(state_factory),
       state_tensors_(state_tensors) {
   if (shards_optimizer_state(*runtime_))
-    optim::check_elementwise(elementwise, "shard_optimizer_state", "false");
+    optim::check_of_ranges(traits, "shard_optimizer_state", "false");
   if (runtime_->is_tensor_parallel())
-    optim::check_elementwise(elementwise, "tensor_parallel_degree", "1");
-  if (runtime_->config().sharded_data_parallel_degree() > 1) {
-    optim::check_elementwise(elementwise, "sharded_data_parallel_degree", "1");
-  }
+    optim::check_elementwise(traits, "tensor_parallel_degree", "1");
+  if (runtime_->config().sharded_data_parallel_degree() > 1)
+    optim::check_of_ranges(traits, "sharded_data_parallel_degree", "1");
   const int partitions = runtime_->topology().pp_size();
   SMP_CHECK_WITH(UsageError,
                  partitions == 1 || dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr,

@@ -42,7 +42,7 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   /// `optimizer` must outlive this. Throws `UsageError` for one that cannot update parts of
   /// parameters, where the configuration divides them, and for LBFGS where ranks have some each.
   Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_factory,
-            StateTensors state_tensors, const optim::detail::Elementwise& elementwise);
+            StateTensors state_tensors, const optim::detail::Traits& traits);
 
   /// `update` is the optimizer's own step, which a step that overflowed skips, and whose place
   /// `optim::foreach_step` takes where it can. Throws `UsageError` inside a step function.
@@ -81,6 +81,8 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   std::vector<at::Tensor> gradients() { return pieces_.gradients(); }
   /// Gives the tensor from which it would go on for a parameter; as `OptimizerPieces::updated`.
   at::Tensor updated(const at::Tensor& parameter) const { return pieces_.updated(parameter); }
+  /// How the fields of `local_state` lie.
+  const StateFields& fields() const { return fields_; }
   LossScaling& loss_scaling() { return loss_scaling_; }
   double clip_master_grads(double max_norm, double norm_type);
   void reload_model_params();
@@ -108,6 +110,7 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   std::vector<OptimizerState::Group> complete_groups(const OptimizerState& state) const;
 
   torch::optim::Optimizer& optimizer_;
+  const StateFields fields_;
   OptimizerPieces::SetState set_state_;
   std::shared_ptr<Runtime> runtime_;
   OptimizerPieces pieces_;

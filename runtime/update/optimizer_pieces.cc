@@ -80,10 +80,11 @@ class OptimizerPieces::StandIn {
 };
 
 OptimizerPieces::OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime,
-                                 SetState set_state)
+                                 SetState set_state, const StateFields& fields)
     : optimizer_(optimizer),
       runtime_(runtime),
       set_state_(std::move(set_state)),
+      fields_(fields),
       has_masters_(half_type(runtime.config()).has_value()) {}
 
 /// Runs `body` on the parameters in the groups.
@@ -312,16 +313,18 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
 /// will have masters get their type.
 void OptimizerPieces::adopt_states(bool before_masters) {
   const bool may_be_whole = runtime_.partitioned() && !std::exchange(states_are_divided_, true);
-  bool has_others = false;
+  bool has_others = false, has_wholes = false;
   for_each([&](const at::Tensor& parameter) {
     if (optimizer_.state().count(parameter.unsafeGetTensorImpl()) == 0) return;
     const auto* entry = runtime_.table().find(parameter);
     has_others = has_others || !stand_in_for(parameter).is_same(parameter) ||
-                 (before_masters && MasterWeights::concerns(parameter)) ||
-                 (may_be_whole && entry != nullptr && entry->captured_whole);
+                 (before_masters && MasterWeights::concerns(parameter));
+    has_wholes = has_wholes || (may_be_whole && entry != nullptr && entry->is_divided());
   });
-  if (!has_others) return;
+  if (!has_others && !has_wholes) return;
   OptimizerState whole = optim::share_state(optimizer_, names());
+  if (has_wholes) has_wholes = find_wholes(runtime_, fields_, whole);
+  if (!has_others && !has_wholes) return;
   for (auto& [name, param] : whole.params) {
     for (auto& [field, tensor] : param.tensors) {
       if (has_masters_ && MasterWeights::concerns(tensor)) tensor = tensor.to(at::kFloat);
@@ -330,7 +333,7 @@ void OptimizerPieces::adopt_states(bool before_masters) {
   {
     const StandIn stand_in(*this);
     const auto pieces = optim::share_state(optimizer_, names());
-    cut_states(runtime_, whole);
+    cut_states(runtime_, fields_, whole);
     whole.groups = pieces.groups;
     whole.params.insert(pieces.params.begin(), pieces.params.end());
     set_state_(whole, names());
@@ -356,7 +359,7 @@ OptimizerState OptimizerPieces::gather_state() {
     state.params = optim::share_state(optimizer_, names()).params;
   }
   add_masters(state);
-  join_states(runtime_, runtime_.topology().pieces(), state);
+  join_states(runtime_, fields_, runtime_.topology().pieces(), state);
   return state;
 }
 
@@ -416,7 +419,7 @@ void OptimizerPieces::take_masters(OptimizerState& state) {
 
 void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
   divide();
-  cut_states(runtime_, whole);
+  cut_states(runtime_, fields_, whole);
   take_masters(whole);
   parameter_loads_ = parameter_loads;
   {

@@ -13,6 +13,7 @@
 #include "optim/state_dict.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
+#include "runtime/update/divided_states.h"
 #include "runtime/update/master_weights.h"
 #include "smp/optim/uses_tensor_norms.h"
 
@@ -35,8 +36,9 @@ class OptimizerPieces {
   using LossClosure = torch::optim::Optimizer::LossClosure;
   using Update = std::function<at::Tensor(LossClosure)>;
 
-  /// The first two must outlive this.
-  OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime, SetState set_state);
+  /// `optimizer`, `runtime` and `fields` must outlive this.
+  OptimizerPieces(torch::optim::Optimizer& optimizer, const Runtime& runtime, SetState set_state,
+                  const StateFields& fields);
 
   /// Calls `update`, the optimizer's step, on the pieces and masters, rounds masters into the
   /// parameters and gives the changes to all replicas. The closure sees the parameters. Collective
@@ -111,11 +113,12 @@ class OptimizerPieces {
   torch::optim::Optimizer& optimizer_;
   const Runtime& runtime_;
   SetState set_state_;
+  const StateFields& fields_;
   bool has_masters_;
   MasterWeights masters_;
-  std::vector<Updated> updated_;  // in the order of the groups
-  int64_t parameter_loads_ = 0;   // when masters were last as the parameters
-  bool states_are_divided_ = false;
+  std::vector<Updated> updated_;     // in the order of the groups
+  int64_t parameter_loads_ = 0;      // when masters were last as the parameters
+  bool states_are_divided_ = false;  // those made of wholes, before the first step divided them
 };
 
 }  // namespace smp::runtime

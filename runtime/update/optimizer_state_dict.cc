@@ -114,7 +114,7 @@ OptimizerState Optimizer::state_dict() {
   begin_use_of_gradients("optimizer.state_dict()");
   at::NoGradGuard no_grad;
   OptimizerState mine = local_state();
-  join_states(*runtime_, runtime_->topology().axis(CommGroup::kTp), mine);
+  join_states(*runtime_, fields_, runtime_->topology().axis(CommGroup::kTp), mine);
   const bool in_parts = runtime_->table().any_divided();
   if (runtime_->partitioned()) {
     const auto whole = divides() ? CommGroup::kWorld : in_parts ? CommGroup::kMp : CommGroup::kPp;

@@ -17,10 +17,12 @@ class OptimizerParamState;
 /// Asks the traits of optimizers. Internal.
 namespace smp::optim::detail {
 
-/// An optimizer's type and name, and whether it is elementwise, if that is known.
-struct Elementwise {
+/// An optimizer's type, whether it is elementwise, if that is known, and the fields of its state
+/// that are not.
+struct Traits {
   const std::type_info* type;
-  std::optional<bool> answer;
+  std::optional<bool> is_elementwise;
+  FieldLayouts fields;
 };
 
 template <class Optimizer, class = void>
@@ -37,17 +39,17 @@ struct ElementwiseTrait<Optimizer, std::void_t<decltype(IsElementwise<Optimizer>
 /// time; none for another, even one that derives from them.
 SMP_API std::optional<bool> find_elementwise(const torch::optim::Optimizer& optimizer);
 
-/// The trait of an optimizer's type.
+/// The traits of an optimizer's type.
 template <class Optimizer>
-Elementwise elementwise() {
-  return {&typeid(Optimizer), ElementwiseTrait<Optimizer>::value};
+Traits traits() {
+  return {&typeid(Optimizer), ElementwiseTrait<Optimizer>::value, StateLayout<Optimizer>::fields()};
 }
 
-/// The trait of an optimizer, which may be of a type that derives from `Optimizer`.
+/// The traits of an optimizer, which may be of a type that derives from `Optimizer`.
 template <class Optimizer>
-Elementwise elementwise_of(const Optimizer& optimizer) {
-  if (typeid(optimizer) == typeid(Optimizer)) return elementwise<Optimizer>();
-  return {&typeid(optimizer), find_elementwise(optimizer)};
+Traits traits_of(const Optimizer& optimizer) {
+  if (typeid(optimizer) == typeid(Optimizer)) return traits<Optimizer>();
+  return {&typeid(optimizer), find_elementwise(optimizer), {}};
 }
 
 /// Makes an empty state for one parameter.

@@ -5,22 +5,10 @@
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/utils.h>
 
-#include <memory>
-
 #include "optim/step_parts.h"
 
 namespace smp::optim {
 namespace {
-
-void check_options(const AdadeltaOptions& options) {
-  const auto check = [](bool ok, const char* name, const char* range, double value) {
-    detail::check_option(ok, "Adadelta", name, range, value);
-  };
-  check(options.lr() >= 0, "lr", "at least 0", options.lr());
-  check(options.rho() >= 0 && options.rho() <= 1, "rho", "0 to 1", options.rho());
-  check(options.eps() >= 0, "eps", "at least 0", options.eps());
-  check(options.weight_decay() >= 0, "weight_decay", "at least 0", options.weight_decay());
-}
 
 void update(torch::Tensor param, const AdadeltaOptions& options, AdadeltaParamState& state) {
   torch::Tensor grad = param.grad();
@@ -38,7 +26,15 @@ void update(torch::Tensor param, const AdadeltaOptions& options, AdadeltaParamSt
 
 }  // namespace
 
-AdadeltaOptions::AdadeltaOptions(double lr) : lr_(lr) {}
+void AdadeltaOptions::check() const {
+  const auto expect = [](bool ok, const char* name, const char* range, double value) {
+    detail::check_option(ok, "Adadelta", name, range, value);
+  };
+  expect(lr() >= 0, "lr", "at least 0", lr());
+  expect(rho() >= 0 && rho() <= 1, "rho", "0 to 1", rho());
+  expect(eps() >= 0, "eps", "at least 0", eps());
+  expect(weight_decay() >= 0, "weight_decay", "at least 0", weight_decay());
+}
 
 bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs) {
   return lhs.lr() == rhs.lr() && lhs.rho() == rhs.rho() && lhs.eps() == rhs.eps() &&
@@ -59,14 +55,14 @@ void AdadeltaOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
 }
 
-double AdadeltaOptions::get_lr() const { return lr(); }
-
-void AdadeltaOptions::set_lr(const double lr) { this->lr(lr); }
-
 bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs) {
   return lhs.step() == rhs.step() && detail::same_tensor(lhs.square_avg(), rhs.square_avg()) &&
          detail::same_tensor(lhs.acc_delta(), rhs.acc_delta());
 }
+
+AdadeltaParamState::AdadeltaParamState(const torch::Tensor& param)
+    : square_avg_(at::zeros_like(param, at::MemoryFormat::Preserve)),
+      acc_delta_(at::zeros_like(param, at::MemoryFormat::Preserve)) {}
 
 void AdadeltaParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
@@ -80,29 +76,6 @@ void AdadeltaParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, acc_delta);
 }
 
-Adadelta::Adadelta(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                   AdadeltaOptions defaults)
-    : OwnOptions(param_groups, std::make_unique<AdadeltaOptions>(defaults)) {
-  check_options(defaults);
-  for (const auto& group : param_groups_) {
-    check_options(static_cast<const AdadeltaOptions&>(group.options()));
-  }
-}
-
-Adadelta::Adadelta(std::vector<torch::Tensor> params, AdadeltaOptions defaults)
-    : Adadelta({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
-
-AdadeltaParamState& Adadelta::state_of(const torch::Tensor& param) {
-  auto& state = state_[param.unsafeGetTensorImpl()];
-  if (!state) {
-    auto fresh = std::make_unique<AdadeltaParamState>();
-    fresh->square_avg(at::zeros_like(param, at::MemoryFormat::Preserve));
-    fresh->acc_delta(at::zeros_like(param, at::MemoryFormat::Preserve));
-    state = std::move(fresh);
-  }
-  return static_cast<AdadeltaParamState&>(*state);
-}
-
 torch::Tensor Adadelta::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   torch::Tensor loss = detail::loss_of(closure);
@@ -111,14 +84,6 @@ torch::Tensor Adadelta::step(LossClosure closure) {
         update(param, options, state_of(param));
       });
   return loss;
-}
-
-void Adadelta::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdadeltaParamState, AdadeltaOptions>(archive, *this);
-}
-
-void Adadelta::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdadeltaParamState, AdadeltaOptions>(archive, *this);
 }
 
 }  // namespace smp::optim

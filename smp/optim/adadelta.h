@@ -3,13 +3,10 @@
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 #include "smp/export.h"
 #include "smp/optim/own_options.h"
@@ -18,7 +15,7 @@ namespace smp::optim {
 
 /// Options of `Adadelta`; the defaults are PyTorch's.
 struct SMP_API AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
-  AdadeltaOptions(double lr = 1.0);  // NOLINT(google-explicit-constructor)
+  AdadeltaOptions(double lr = 1.0) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
   /// Scales the update; the published method has 1.
   TORCH_ARG(double, lr) = 1.0;
   /// Decay of the two running averages, in [0, 1].
@@ -31,8 +28,10 @@ struct SMP_API AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(const double lr) override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+  /// Throws ConfigError for an option out of range.
+  void check() const;
 };
 
 SMP_API bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs);
@@ -40,6 +39,9 @@ SMP_API bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs);
 /// State of one parameter.
 struct SMP_API AdadeltaParamState
     : public torch::optim::OptimizerCloneableParamState<AdadeltaParamState> {
+  AdadeltaParamState() = default;
+  /// That of a parameter before its first step.
+  explicit AdadeltaParamState(const torch::Tensor& param);
   /// Steps done.
   TORCH_ARG(int64_t, step) = 0;
   /// Running average of squared gradients, E[g^2].
@@ -63,20 +65,12 @@ SMP_API bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState&
 ///     x       = x - lr dx
 ///
 /// Otherwise like libtorch's own optimizers: param groups, closures, LR schedulers, torch::save.
-class SMP_API Adadelta : public OwnOptions {
+class SMP_API Adadelta : public OwnOptimizer<AdadeltaOptions, AdadeltaParamState> {
  public:
-  /// Throws ConfigError for options out of range.
-  explicit Adadelta(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                    AdadeltaOptions defaults = {});
-  explicit Adadelta(std::vector<torch::Tensor> params, AdadeltaOptions defaults = {});
+  using OwnOptimizer::OwnOptimizer;
 
   /// Updates every parameter that has a gradient. Throws UsageError on a sparse gradient.
   torch::Tensor step(LossClosure closure = nullptr) override;
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
-
- private:
-  AdadeltaParamState& state_of(const torch::Tensor& param);
 };
 
 }  // namespace smp::optim

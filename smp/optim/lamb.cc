@@ -7,20 +7,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
-#include <utility>
 
 #include "optim/grad_norm.h"
 #include "optim/step_parts.h"
 
 namespace smp::optim {
 namespace {
-
-void check_options(const LambOptions& options) {
-  detail::check_adam_options("Lamb", options);
-  detail::check_option(options.max_grad_norm() >= 0, "Lamb", "max_grad_norm", "at least 0",
-                       options.max_grad_norm());
-}
 
 /// The gradient, clipped by `norm` and, without `adam_w_mode`, with the weight decay.
 torch::Tensor prepare_gradient(const torch::Tensor& param, const LambOptions& options,
@@ -61,7 +53,11 @@ double trust_ratio(double of_param, double of_update, const LambOptions& options
 
 }  // namespace
 
-LambOptions::LambOptions(double lr) : lr_(lr) {}
+void LambOptions::check() const {
+  detail::check_adam_options("Lamb", *this);
+  detail::check_option(max_grad_norm() >= 0, "Lamb", "max_grad_norm", "at least 0",
+                       max_grad_norm());
+}
 
 bool operator==(const LambOptions& lhs, const LambOptions& rhs) {
   const auto fields = [](const LambOptions& options) {
@@ -96,14 +92,14 @@ void LambOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, use_nvlamb);
 }
 
-double LambOptions::get_lr() const { return lr(); }
-
-void LambOptions::set_lr(const double lr) { this->lr(lr); }
-
 bool operator==(const LambParamState& lhs, const LambParamState& rhs) {
   return lhs.step() == rhs.step() && detail::same_tensor(lhs.exp_avg(), rhs.exp_avg()) &&
          detail::same_tensor(lhs.exp_avg_sq(), rhs.exp_avg_sq());
 }
+
+LambParamState::LambParamState(const torch::Tensor& param)
+    : exp_avg_(at::zeros_like(param, at::MemoryFormat::Preserve)),
+      exp_avg_sq_(at::zeros_like(param, at::MemoryFormat::Preserve)) {}
 
 void LambParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
@@ -115,28 +111,6 @@ void LambParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg_sq);
-}
-
-Lamb::Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups, LambOptions defaults)
-    : OwnOptions(param_groups, std::make_unique<LambOptions>(defaults)) {
-  check_options(defaults);
-  for (const auto& group : param_groups_) {
-    check_options(static_cast<const LambOptions&>(group.options()));
-  }
-}
-
-Lamb::Lamb(std::vector<torch::Tensor> params, LambOptions defaults)
-    : Lamb({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
-
-LambParamState& Lamb::state_of(const torch::Tensor& param) {
-  auto& state = state_[param.unsafeGetTensorImpl()];
-  if (!state) {
-    auto fresh = std::make_unique<LambParamState>();
-    fresh->exp_avg(at::zeros_like(param, at::MemoryFormat::Preserve));
-    fresh->exp_avg_sq(at::zeros_like(param, at::MemoryFormat::Preserve));
-    state = std::move(fresh);
-  }
-  return static_cast<LambParamState&>(*state);
 }
 
 /// 0 where no group clips.
@@ -168,14 +142,6 @@ torch::Tensor Lamb::step(LossClosure closure) {
     params[i].tensor.sub_(updates[i].tensor, options_of[i]->lr() * ratio);
   }
   return loss;
-}
-
-void Lamb::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
-}
-
-void Lamb::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<LambParamState, LambOptions>(archive, *this);
 }
 
 }  // namespace smp::optim

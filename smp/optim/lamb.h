@@ -3,13 +3,11 @@
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cstdint>
 #include <tuple>
-#include <vector>
 
 #include "smp/export.h"
 #include "smp/optim/own_options.h"
@@ -20,7 +18,7 @@ namespace smp::optim {
 
 /// Options of `Lamb`; names and defaults are those of FusedLAMB in NVIDIA's apex.
 struct SMP_API LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
-  LambOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor)
+  LambOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
   /// Decay of the running averages of the gradient and of its square, in [0, 1).
@@ -44,14 +42,19 @@ struct SMP_API LambOptions : public torch::optim::OptimizerCloneableOptions<Lamb
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(const double lr) override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+  /// Throws ConfigError for an option out of range.
+  void check() const;
 };
 
 SMP_API bool operator==(const LambOptions& lhs, const LambOptions& rhs);
 
 /// State of one parameter.
 struct SMP_API LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
+  LambParamState() = default;
+  /// That of a parameter before its first step.
+  explicit LambParamState(const torch::Tensor& param);
   /// Steps done.
   TORCH_ARG(int64_t, step) = 0;
   /// Running average of gradients.
@@ -78,20 +81,16 @@ SMP_API bool operator==(const LambParamState& lhs, const LambParamState& rhs);
 /// where the ratio of L2 norms is 1 if either is 0, and for parameters without weight decay unless
 /// `use_nvlamb`. Under `DistributedOptimizer` norms are those over all ranks, so that `step` is
 /// collective. It needs the memory for the updates of all parameters of the rank.
-class SMP_API Lamb : public OwnOptions, public UsesGradNorm, public UsesTensorNorms {
+class SMP_API Lamb : public OwnOptimizer<LambOptions, LambParamState>,
+                     public UsesGradNorm,
+                     public UsesTensorNorms {
  public:
-  /// Throws ConfigError for options out of range.
-  explicit Lamb(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                LambOptions defaults = {});
-  explicit Lamb(std::vector<torch::Tensor> params, LambOptions defaults = {});
+  using OwnOptimizer::OwnOptimizer;
 
   /// Updates every parameter that has a gradient. Throws UsageError on a sparse gradient.
   torch::Tensor step(LossClosure closure = nullptr) override;
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  LambParamState& state_of(const torch::Tensor& param);
   double norm_of_gradients() const;
 };
 

@@ -8,21 +8,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <utility>
 
 #include "optim/grad_norm.h"
 #include "optim/step_parts.h"
 
 namespace smp::optim {
 namespace {
-
-void check_options(const NovoGradOptions& options) {
-  const auto norm_type = static_cast<double>(options.norm_type());
-  detail::check_adam_options("NovoGrad", options);
-  detail::check_option(norm_type == 2 || norm_type == 0, "NovoGrad", "norm_type", "2 or 0",
-                       norm_type);
-}
 
 void update_norm(double norm, const NovoGradOptions& options, NovoGradParamState& state) {
   const bool is_l2 = options.norm_type() == 2;
@@ -59,7 +50,11 @@ void update(torch::Tensor param, double norm, const NovoGradOptions& options,
 
 }  // namespace
 
-NovoGradOptions::NovoGradOptions(double lr) : lr_(lr) {}
+void NovoGradOptions::check() const {
+  detail::check_adam_options("NovoGrad", *this);
+  detail::check_option(norm_type() == 2 || norm_type() == 0, "NovoGrad", "norm_type", "2 or 0",
+                       static_cast<double>(norm_type()));
+}
 
 bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs) {
   const auto fields = [](const NovoGradOptions& options) {
@@ -94,14 +89,13 @@ void NovoGradOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, init_zero);
 }
 
-double NovoGradOptions::get_lr() const { return lr(); }
-
-void NovoGradOptions::set_lr(const double lr) { this->lr(lr); }
-
 bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs) {
   return lhs.step() == rhs.step() && lhs.grad_norm() == rhs.grad_norm() &&
          detail::same_tensor(lhs.exp_avg(), rhs.exp_avg());
 }
+
+NovoGradParamState::NovoGradParamState(const torch::Tensor& param)
+    : exp_avg_(at::zeros_like(param, at::MemoryFormat::Preserve)) {}
 
 void NovoGradParamState::serialize(torch::serialize::OutputArchive& archive) const {
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
@@ -113,28 +107,6 @@ void NovoGradParamState::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, grad_norm);
-}
-
-NovoGrad::NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                   NovoGradOptions defaults)
-    : OwnOptions(param_groups, std::make_unique<NovoGradOptions>(defaults)) {
-  check_options(defaults);
-  for (const auto& group : param_groups_) {
-    check_options(static_cast<const NovoGradOptions&>(group.options()));
-  }
-}
-
-NovoGrad::NovoGrad(std::vector<torch::Tensor> params, NovoGradOptions defaults)
-    : NovoGrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
-
-NovoGradParamState& NovoGrad::state_of(const torch::Tensor& param) {
-  auto& state = state_[param.unsafeGetTensorImpl()];
-  if (!state) {
-    auto fresh = std::make_unique<NovoGradParamState>();
-    fresh->exp_avg(at::zeros_like(param, at::MemoryFormat::Preserve));
-    state = std::move(fresh);
-  }
-  return static_cast<NovoGradParamState&>(*state);
 }
 
 /// Norms of all gradients that exist, each of the order that its group has.
@@ -173,14 +145,6 @@ torch::Tensor NovoGrad::step(LossClosure closure) {
         update(param, norms[next++], options, state_of(param));
       });
   return loss;
-}
-
-void NovoGrad::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<NovoGradParamState, NovoGradOptions>(archive, *this);
-}
-
-void NovoGrad::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<NovoGradParamState, NovoGradOptions>(archive, *this);
 }
 
 }  // namespace smp::optim

@@ -3,13 +3,11 @@
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cstdint>
 #include <tuple>
-#include <vector>
 
 #include "smp/export.h"
 #include "smp/optim/own_options.h"
@@ -19,7 +17,7 @@ namespace smp::optim {
 
 /// Options of `NovoGrad`; names and defaults are those of FusedNovoGrad in NVIDIA's apex.
 struct SMP_API NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGradOptions> {
-  NovoGradOptions(double lr = 1e-3);  // NOLINT(google-explicit-constructor)
+  NovoGradOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
   /// Decay of the running averages of the gradient and of its norm, in [0, 1).
@@ -42,8 +40,10 @@ struct SMP_API NovoGradOptions : public torch::optim::OptimizerCloneableOptions<
  public:
   void serialize(torch::serialize::InputArchive& archive) override;
   void serialize(torch::serialize::OutputArchive& archive) const override;
-  double get_lr() const override;
-  void set_lr(const double lr) override;
+  double get_lr() const override { return lr(); }
+  void set_lr(const double lr) override { this->lr(lr); }
+  /// Throws ConfigError for an option out of range.
+  void check() const;
 };
 
 SMP_API bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs);
@@ -51,6 +51,9 @@ SMP_API bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs);
 /// State of one parameter.
 struct SMP_API NovoGradParamState
     : public torch::optim::OptimizerCloneableParamState<NovoGradParamState> {
+  NovoGradParamState() = default;
+  /// That of a parameter before its first step.
+  explicit NovoGradParamState(const torch::Tensor& param);
   /// Steps done.
   TORCH_ARG(int64_t, step) = 0;
   /// Running average of gradients.
@@ -77,20 +80,15 @@ SMP_API bool operator==(const NovoGradParamState& lhs, const NovoGradParamState&
 /// x = x - lr m'. With the largest magnitude as norm: n = beta2 n + (1 - beta2) |g|. Under
 /// `DistributedOptimizer`, where ranks have pieces or parts of parameters, norms are those of the
 /// whole, so that `step` is collective.
-class SMP_API NovoGrad : public OwnOptions, public UsesTensorNorms {
+class SMP_API NovoGrad : public OwnOptimizer<NovoGradOptions, NovoGradParamState>,
+                         public UsesTensorNorms {
  public:
-  /// Throws ConfigError for options out of range.
-  explicit NovoGrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                    NovoGradOptions defaults = {});
-  explicit NovoGrad(std::vector<torch::Tensor> params, NovoGradOptions defaults = {});
+  using OwnOptimizer::OwnOptimizer;
 
   /// Updates every parameter that has a gradient. Throws UsageError on a sparse gradient.
   torch::Tensor step(LossClosure closure = nullptr) override;
-  void save(torch::serialize::OutputArchive& archive) const override;
-  void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  NovoGradParamState& state_of(const torch::Tensor& param);
   std::vector<double> norms_of_gradients();
 };
 

@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+#include <map>
+#include <string>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 // Traits of optimizers that the library has to know. An optimizer of your own says it by
 // specialising these templates, before it is first given to `DistributedOptimizer`.
@@ -41,8 +46,8 @@ struct NovoGradParamState;
 ///     template <>
 ///     struct smp::optim::IsElementwise<MyOptimizer> : std::true_type {};
 ///
-/// It makes the state of a parameter when it first updates it, in the parameter's sizes, and passes
-/// over parameters without a gradient.
+/// It makes the state of a parameter when it first updates it, in the parameter's sizes or as
+/// `StateLayout` says, and passes over parameters without a gradient.
 template <class Optimizer>
 struct IsElementwise {};
 
@@ -72,6 +77,44 @@ template <>
 struct IsElementwise<NovoGrad> : std::true_type {};
 template <>
 struct IsElementwise<torch::optim::LBFGS> : std::false_type {};
+
+/// How a tensor of an optimizer's state lies on ranks that have a parameter in parts.
+struct FieldLayout {
+  enum class Kind : uint8_t { kElementwise, kAlong, kWhole };
+  Kind kind = Kind::kElementwise;
+  std::vector<int64_t> dims;  ///< kAlong only
+
+  /// It has an element for each of the parameter's, in the same sizes, and is cut as that.
+  static FieldLayout elementwise() { return {}; }
+  /// Its dimensions are these of the parameter, each at most once; negative ones count from the
+  /// last. `along({0})` has a number for each row of a matrix. It is cut where one of them is;
+  /// ranks that divide the parameter along another have it whole, and the same.
+  static FieldLayout along(std::vector<int64_t> dims) { return {Kind::kAlong, std::move(dims)}; }
+  /// It has sizes of its own, and all ranks have the same.
+  static FieldLayout whole() { return {Kind::kWhole, {}}; }
+};
+
+/// Layouts by the names under which the state serialises its tensors.
+using FieldLayouts = std::map<std::string, FieldLayout>;
+
+/// The tensors of an elementwise optimizer's state that are not elementwise themselves; those
+/// without dimensions are whole, if nothing else is said. For an optimizer of your own:
+///
+///     template <>
+///     struct smp::optim::StateLayout<MyOptimizer> {
+///       static FieldLayouts fields() {
+///         return {{"row_rates", FieldLayout::along({0})}, {"factors", FieldLayout::whole()}};
+///       }
+///     };
+///
+/// Saves and loads of a parameter that ranks have in parts join and cut its state accordingly.
+/// Tensors of other sizes than this says, and those that should be the same on some ranks and are
+/// not, are errors. One along dimensions goes with `tensor_parallel_degree`, not with ranges of
+/// elements (`shard_optimizer_state`, `sharded_data_parallel_degree`).
+template <class Optimizer>
+struct StateLayout {
+  static FieldLayouts fields() { return {}; }
+};
 
 /// The type of an optimizer's per-parameter state, needed to restore the state of a parameter
 /// that has none yet. For an optimizer of your own:

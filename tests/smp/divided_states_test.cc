@@ -44,16 +44,17 @@ void on_replicas(int replicas, const std::function<void(const Runtime&)>& body) 
   });
 }
 
-/// A state for each parameter, with two tensors of its sizes and numbers of their own.
+/// A state for each parameter: two tensors of its sizes and numbers of their own, and a number.
 OptimizerState make_state(const Runtime& runtime) {
   OptimizerState state;
   state.groups.emplace_back();
   for (const auto& entry : runtime.table().entries()) {
     if (!entry.is_parameter()) continue;
     const auto numbers = torch::arange(entry.tensor.numel()).view(entry.tensor.sizes());
-    state.params[entry.name] = {entry.tensor.sizes().vec(),
-                                {{"average", numbers + 0.5}, {"count", numbers}},
-                                R"({"step":3})"};
+    state.params[entry.name] = {
+        entry.tensor.sizes().vec(),
+        {{"average", numbers + 0.5}, {"count", numbers}, {"steps", torch::tensor(3)}},
+        R"({"step":3})"};
     state.groups[0].params.push_back(entry.name);
   }
   return state;
@@ -66,7 +67,7 @@ TEST(DividedStates, ArePutTogetherAsTheyWere) {
     on_replicas(replicas, [&](const Runtime& runtime) {
       auto state = make_state(runtime);
       const auto whole = state;
-      cut_states(runtime, state);
+      cut_states(runtime, {}, state);
       for (const auto& [name, param] : whole.params) {
         const auto& entry = runtime.table().at(name);
         ASSERT_EQ(state.params.count(name) > 0, entry.updated().defined()) << name;
@@ -75,9 +76,10 @@ TEST(DividedStates, ArePutTogetherAsTheyWere) {
           EXPECT_TRUE(torch::equal(state.params[name].tensors[field],
                                    entry.sharding.cut(param.tensors.at(field), rank())));
         }
+        EXPECT_TRUE(torch::equal(state.params[name].tensors["steps"], torch::tensor(3)));
         EXPECT_EQ(at::IntArrayRef(state.params[name].shape), entry.updated().sizes());
       }
-      join_states(runtime, runtime.topology().pieces(), state);
+      join_states(runtime, {}, runtime.topology().pieces(), state);
       EXPECT_EQ(state.groups[0].params.empty(), rank() > 0);
       const std::lock_guard lock(mutex);
       expected = whole.params;
@@ -110,7 +112,7 @@ TEST(DividedStates, PiecesHaveNamesOfTheirOwn) {
     }
     const size_t count = state.params.size();
     ASSERT_GT(count, 0u);
-    cut_states(runtime, state);
+    cut_states(runtime, {}, state);
     EXPECT_EQ(state.params.size(), count);
     for (const auto& [name, param] : state.params) {
       EXPECT_EQ(param.tensors.at("average").sizes(), runtime.table().at(name).updated().sizes());
@@ -125,10 +127,10 @@ std::string join_error(const std::function<void(OptimizerState&)>& change) {
   std::mutex mutex;
   on_replicas(2, [&](const Runtime& runtime) {
     auto state = make_state(runtime);
-    cut_states(runtime, state);
+    cut_states(runtime, {}, state);
     change(state);
     try {
-      join_states(runtime, runtime.topology().pieces(), state);
+      join_states(runtime, {}, runtime.topology().pieces(), state);
     } catch (const UsageError& error) {
       const std::lock_guard lock(mutex);
       text = error.what();
@@ -141,18 +143,25 @@ std::string join_error(const std::function<void(OptimizerState&)>& change) {
 
 TEST(DividedStates, RefuseWhatIsNotElementwise) {
   const auto text = join_error([](OptimizerState& state) {
-    for (auto& [name, param] : state.params) param.tensors["norm"] = torch::zeros({});
+    for (auto& [name, param] : state.params) param.tensors["norm"] = torch::zeros({3});
   });
-  EXPECT_NE(text.find("each of its tensors has an element for each of the parameter's, but "
-                      "\"norm\" is Float[]"),
-            std::string::npos)
-      << text;
+  expect_has(text, {"cannot put the optimizer's state of parameter \"",
+                    "together: \"norm\" has an "
+                    "element for each of the parameter's, here sizes [",
+                    "], and is Float[3]"});
+}
+
+TEST(DividedStates, RefuseNumbersThatDiffer) {
+  const auto text = join_error([](OptimizerState& state) {
+    for (auto& [name, param] : state.params) param.tensors["steps"] = torch::tensor(rank());
+  });
+  expect_has(text, {"\"steps\" differs between the ranks 0 and 1"});
 }
 
 TEST(DividedStates, RefuseWhatOneReplicaHas) {
   const auto text = join_error([](OptimizerState& state) {
     if (rank() > 0) return;
-    for (auto& [name, param] : state.params) param.tensors["norm"] = torch::zeros({});
+    for (auto& [name, param] : state.params) param.tensors["other"] = param.tensors["average"];
   });
   EXPECT_NE(text.find("differs between ranks that divide it: expected {"), std::string::npos)
       << text;
@@ -176,7 +185,7 @@ TEST(DividedStates, RefuseOtherShapes) {
       if (!entry.slice || !entry.updated().defined()) continue;
       state.params[entry.name] = {{11, 40}, {}, ""};
     }
-    const auto text = error_of<CheckpointError>([&] { cut_states(runtime, state); });
+    const auto text = error_of<CheckpointError>([&] { cut_states(runtime, {}, state); });
     EXPECT_NE(text.find("the saved optimizer state does not fit this optimizer: "),
               std::string::npos)
         << text;

@@ -1,0 +1,599 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "optim/state_dict.h"
+#include "tests/smp/tensor_parallel.h"
+#include "tests/smp/tensor_parallel_sharding.h"
+
+// Optimizers with tensors in their state that are not elementwise, where ranks have parameters in
+// parts. Two ranks have "up" of `DividedModel` divided along its rows, in two blocks, "down"
+// along its columns, of which a part is a square matrix.
+namespace smp {
+namespace {
+
+using namespace testing;
+namespace to = torch::optim;
+
+constexpr int64_t kSquare = 8;  // sizes of the part of "down" on two ranks
+
+/// A momentum, a number for each row and another for each column, a matrix that all elements share,
+/// and a count.
+struct FactoredState : to::OptimizerCloneableParamState<FactoredState> {
+  TORCH_ARG(torch::Tensor, momentum);
+  TORCH_ARG(torch::Tensor, rows);
+  TORCH_ARG(torch::Tensor, columns);
+  TORCH_ARG(torch::Tensor, shared);
+  TORCH_ARG(torch::Tensor, count);
+
+ public:
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("momentum", momentum());
+    if (rows().defined()) archive.write("rows", rows());
+    if (columns().defined()) archive.write("columns", columns());
+    archive.write("shared", shared());
+    archive.write("count", count());
+  }
+  void serialize(torch::serialize::InputArchive& archive) override {
+    archive.read("momentum", momentum());
+    archive.try_read("rows", rows());
+    archive.try_read("columns", columns());
+    archive.read("shared", shared());
+    archive.read("count", count());
+  }
+};
+
+/// Updates each element by its momentum and, if it has them, by the factors of its row and column.
+struct Factored : to::Optimizer {
+  explicit Factored(Tensors parameters, bool has_factors = true)
+      : Optimizer(std::move(parameters), std::make_unique<to::SGDOptions>(0.01)),
+        has_factors_(has_factors) {}
+
+  torch::Tensor step(LossClosure) override {
+    torch::NoGradGuard no_grad;
+    for (auto& group : param_groups()) {
+      for (auto& parameter : group.params()) {
+        if (parameter.grad().defined()) update(parameter);
+      }
+    }
+    return {};
+  }
+
+ protected:
+  FactoredState& state_of(const torch::Tensor& parameter) {
+    auto& made = state()[parameter.unsafeGetTensorImpl()];
+    if (made == nullptr) made = make_state(parameter);
+    return static_cast<FactoredState&>(*made);
+  }
+
+ private:
+  void update(torch::Tensor& parameter) {
+    auto& of = state_of(parameter);
+    of.count().add_(1);
+    of.shared().mul_(0.5);
+    of.momentum().mul_(0.9).add_(parameter.grad());
+    torch::Tensor factor = of.shared()[0][1] / of.count();
+    if (of.rows().defined()) factor = factor * of.rows().mul_(0.75);
+    if (of.columns().defined()) factor = factor.unsqueeze(1) * of.columns().mul_(1.25);
+    parameter.sub_(0.01 * factor * of.momentum());
+  }
+
+  std::unique_ptr<to::OptimizerParamState> make_state(const torch::Tensor& parameter) const {
+    auto made = std::make_unique<FactoredState>();
+    const auto ones = [&](torch::IntArrayRef sizes) {
+      return torch::ones(sizes, parameter.options().requires_grad(false));
+    };
+    made->momentum(torch::zeros_like(parameter));
+    if (has_factors_) made->rows(ones({parameter.size(0)}));
+    if (has_factors_ && parameter.dim() == 2) made->columns(ones({parameter.size(1)}));
+    made->shared(ones({kSquare, kSquare}));
+    made->count(ones({}));
+    return made;
+  }
+
+  const bool has_factors_;
+};
+
+/// One without factors, which updates pieces as well.
+struct Counted : Factored {
+  explicit Counted(Tensors parameters) : Factored(std::move(parameters), /*has_factors=*/false) {}
+};
+
+/// One that makes all states in its constructor, as Adagrad does.
+struct Eager : Factored {
+  explicit Eager(const Tensors& parameters) : Factored(parameters) {
+    for (const auto& parameter : parameters) state_of(parameter);
+  }
+};
+
+/// The same, without a declaration of how its state lies.
+struct Undeclared : Factored {
+  using Factored::Factored;
+};
+
+/// One that is wrong about its matrix, which each rank has otherwise.
+struct Mistaken : Factored {
+  using Factored::Factored;
+  torch::Tensor step(LossClosure closure) override {
+    Factored::step(std::move(closure));
+    for (auto& [key, made] : state()) static_cast<FactoredState&>(*made).shared().add_(tp_rank());
+    return {};
+  }
+};
+
+}  // namespace
+
+namespace optim {
+
+template <>
+struct IsElementwise<Factored> : std::true_type {};
+template <>
+struct ParamStateOf<Factored> {
+  using type = FactoredState;
+};
+template <>
+struct StateLayout<Factored> {
+  static FieldLayouts fields() {
+    return {{"rows", FieldLayout::along({0})},
+            {"columns", FieldLayout::along({-1})},
+            {"shared", FieldLayout::whole()},
+            {"count", FieldLayout::whole()}};
+  }
+};
+
+template <>
+struct IsElementwise<Counted> : std::true_type {};
+template <>
+struct ParamStateOf<Counted> : ParamStateOf<Factored> {};
+template <>
+struct StateLayout<Counted> {
+  static FieldLayouts fields() {
+    return {{"shared", FieldLayout::whole()}, {"count", FieldLayout::whole()}};
+  }
+};
+
+template <>
+struct IsElementwise<Eager> : std::true_type {};
+template <>
+struct ParamStateOf<Eager> : ParamStateOf<Factored> {};
+template <>
+struct StateLayout<Eager> : StateLayout<Factored> {};
+
+template <>
+struct IsElementwise<Undeclared> : std::true_type {};
+template <>
+struct ParamStateOf<Undeclared> : ParamStateOf<Factored> {};
+
+template <>
+struct IsElementwise<Mistaken> : std::true_type {};
+template <>
+struct ParamStateOf<Mistaken> : ParamStateOf<Factored> {};
+template <>
+struct StateLayout<Mistaken> : StateLayout<Factored> {
+  static FieldLayouts fields() {
+    auto result = StateLayout<Factored>::fields();
+    result["columns"] = FieldLayout::along({1});
+    result["count"] = FieldLayout::along({});
+    return result;
+  }
+};
+
+}  // namespace optim
+
+namespace {
+
+/// Weights and state after some steps.
+struct Result {
+  Named weights;
+  OptimizerState state;
+};
+
+/// A state in which each number is another one.
+template <class Optimizer>
+OptimizerState first_state() {
+  const auto net = make_model<PlainModel>(5, 2, /*dropout=*/0.0);
+  const auto names = optim::parameter_names(net->named_parameters());
+  Optimizer optimizer(net->parameters());
+  for (auto& parameter : net->parameters()) parameter.mutable_grad() = torch::zeros_like(parameter);
+  optimizer.step({});
+  auto state = optim::get_state(optimizer, names);
+  double next = 1;
+  for (const auto& [name, tensor] : optim::tensors_of(state)) {
+    next += 0.01;
+    const auto options = tensor.options();
+    tensor.copy_(torch::linspace(next, next + 0.1, tensor.numel(), options).view(tensor.sizes()));
+  }
+  return state;
+}
+
+constexpr int kFirst = 2, kLast = 4;  // numbers of steps
+
+/// One process with plain libtorch. `from` is the state before step `first`, if there is any.
+template <class Optimizer = Factored>
+Result train_plain(const Named& weights, const OptimizerState* from, int first, int last) {
+  auto net = make_model<PlainModel>(5, 2, /*dropout=*/0.0);
+  if (!weights.empty()) {
+    torch::NoGradGuard no_grad;
+    for (auto& item : net->named_parameters()) item.value().copy_(weights.at(item.key()));
+  }
+  const auto parameters = net->parameters();
+  const auto names = optim::parameter_names(net->named_parameters());
+  Optimizer optimizer(parameters);
+  if (from != nullptr) {
+    optim::set_state(optimizer, *from, names, optim::Names::kSame,
+                     optim::detail::make_param_state<FactoredState>);
+  }
+  for (int i = first; i < last; ++i) {
+    optimizer.zero_grad();
+    const auto batch = token_batch(i);
+    plain_backward(parameters, 1, kMicrobatches, [&](int m) {
+      return net->loss(part(batch[0], kMicrobatches, m), part(batch[1], kMicrobatches, m));
+    });
+    optimizer.step({});
+  }
+  return {state_of(*net), optim::get_state(optimizer, names)};
+}
+
+/// A rank of a run.
+template <class Optimizer, class Net>
+struct Rank {
+  ModelOf<Net>& model;
+  DistributedOptimizer<Optimizer>& optimizer;
+  std::function<void(int)> train;
+};
+
+using Change = std::function<Config(Config)>;
+Config unchanged(Config config) { return config; }
+
+/// Runs `body` with a model and a function that makes the gradients of a step.
+template <class Net, class Body>
+void run_model(const TensorLayout& layout, const Body& body, const Change& change = unchanged) {
+  torch::set_num_threads(1);
+  run_as_threads(layout.ranks(), change(config_of(layout)), [&] {
+    const auto net = make_model<Net>(5, 2, /*dropout=*/0.0);
+    if (std::is_same_v<Net, PlainModel>) set_tensor_parallelism(*net);
+    ModelOf<Net> model(net);
+    auto train = step([&](torch::Tensor x, torch::Tensor y) {
+      auto loss = net->loss(x, y);
+      model->backward(loss);
+      return loss;
+    });
+    body(model, [&](int i) {
+      const auto batch = token_batch(i);
+      train(own_batch(layout, batch[0]), own_batch(layout, batch[1]));
+    });
+  });
+}
+
+template <class Optimizer, class Net = DividedModel, class Body>
+void run(const TensorLayout& layout, const Body& body, const Change& change = unchanged) {
+  run_model<Net>(
+      layout,
+      [&](ModelOf<Net>& model, const auto& backward) {
+        DistributedOptimizer<Optimizer> optimizer(model->parameters());
+        Rank<Optimizer, Net> rank{model, optimizer, [&](int i) {
+                                    optimizer.zero_grad();
+                                    backward(i);
+                                    optimizer.step();
+                                  }};
+        body(rank);
+      },
+      change);
+}
+
+/// The result in the end, on which all ranks agree.
+template <class Optimizer = Factored, class Net = DividedModel, class Body>
+Result outcome(const TensorLayout& layout, const Body& body, const Change& change = unchanged) {
+  SCOPED_TRACE(c10::str(layout));
+  Result result;
+  std::mutex mutex;
+  run<Optimizer, Net>(
+      layout,
+      [&](auto& rank) {
+        body(rank);
+        const Result mine{to_map(rank.model->state_dict()), rank.optimizer.state_dict()};
+        const std::lock_guard lock(mutex);
+        if (result.weights.empty()) result = mine;
+        expect_equal(optim::tensors_of(mine.state), optim::tensors_of(result.state), "state");
+      },
+      change);
+  return result;
+}
+
+/// Those that follow from no gradient have the same bits.
+void expect_as(const Result& got, const Result& expected) {
+  expect_close(got.weights, expected.weights, "value", 1e-10);
+  EXPECT_EQ(optim::to_json(got.state)["state"], optim::to_json(expected.state)["state"]);
+  const auto tensors = optim::tensors_of(got.state);
+  const auto others = optim::tensors_of(expected.state);
+  ASSERT_EQ(tensors.size(), others.size());
+  for (const auto& [name, tensor] : others) {
+    ASSERT_EQ(tensors.count(name), 1u) << name;
+    if (name.find("/momentum") != std::string::npos) {
+      expect_close(tensors.at(name), tensor, name, 1e-10);
+    } else {
+      expect_equal(tensors.at(name), tensor, name);
+    }
+  }
+}
+
+class OptimizerStateLayout : public ::testing::TestWithParam<TensorLayout> {
+ protected:
+  OptimizerStateLayout() {
+    std::string name = ::testing::UnitTest::GetInstance()->current_test_info()->name();
+    std::replace(name.begin(), name.end(), '/', '.');
+    folder_ = std::string(::testing::TempDir()) + "/optimizer_state_layout." + name;
+    std::filesystem::remove_all(folder_);
+    std::filesystem::create_directories(folder_);
+  }
+  ~OptimizerStateLayout() override { std::filesystem::remove_all(folder_); }
+  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+
+ private:
+  std::string folder_;
+};
+
+TEST_P(OptimizerStateLayout, StatesAreCutAndJoinedAsTheyLie) {
+  const auto start = first_state<Factored>();
+  const auto expected = train_plain({}, &start, 0, kLast);
+  const auto halfway = outcome(GetParam(), [&](auto& rank) {
+    rank.optimizer.load_state_dict(start);
+    for (int i = 0; i < kFirst; ++i) rank.train(i);
+    save(path("saved"), rank.model, rank.optimizer);
+  });
+  expect_as(halfway, train_plain({}, &start, 0, kFirst));
+  // One process, plain libtorch, goes on with it.
+  expect_as(train_plain(halfway.weights, &halfway.state, kFirst, kLast), expected);
+  for (const TensorLayout& other : {TensorLayout{1}, {2}, {4}, {2, 2}, {1, 2}, {2, 1, 2}}) {
+    const auto before = outcome(other, [&](auto& rank) {
+      load(path("saved"), rank.model, rank.optimizer);
+      for (int i = kFirst; i < kLast; ++i) rank.train(i);
+    });
+    expect_as(before, expected);
+    const auto later = outcome(other, [&](auto& rank) {
+      rank.train(0);
+      load(path("saved"), rank.model, rank.optimizer);
+      for (int i = kFirst; i < kLast; ++i) rank.train(i);
+      rank.optimizer.load_state_dict(rank.optimizer.local_state_dict());
+    });
+    expect_as(later, expected);
+  }
+}
+
+/// The states that wait for the first step, which cuts them, are saved as they are.
+TEST_P(OptimizerStateLayout, StatesThatWaitAreWhole) {
+  const auto start = first_state<Factored>();
+  outcome(GetParam(), [&](auto& rank) {
+    rank.optimizer.load_state_dict(start);
+    save(path("saved"), rank.model, rank.optimizer);
+    rank.train(0);
+  });
+  const auto loaded = outcome({1}, [&](auto& rank) {
+    rank.train(0);
+    load(path("saved"), rank.model, rank.optimizer);
+  });
+  expect_equal(optim::tensors_of(loaded.state), optim::tensors_of(start), "state");
+}
+
+/// States that the constructor has made of wholes are cut by the first step.
+TEST(OptimizerStateLayoutOfConstructors, StatesAreThoseOfWholesUntilTheFirstStep) {
+  const auto expected = train_plain<Eager>({}, nullptr, 0, kFirst);
+  const auto train = [](auto& rank) {
+    for (int i = 0; i < kFirst; ++i) rank.train(i);
+  };
+  expect_as(outcome<Eager, DividedModel>({2}, train), expected);
+  expect_as(outcome<Eager, PlainModel>({2, 2}, train), expected);
+}
+
+/// So are those of a plain optimizer that is given to `distributed` later.
+TEST(OptimizerStateLayoutOfPlainOptimizers, GivenAfterTheFirstStep) {
+  const auto expected = train_plain<Eager>({}, nullptr, 0, kFirst);
+  for (const TensorLayout& layout : {TensorLayout{2}, {2, 2}, {2, 1, 2}}) {
+    SCOPED_TRACE(c10::str(layout));
+    run_model<PlainModel>(layout, [&](auto& model, const auto& backward) {
+      Eager plain(model->parameters());
+      backward(0);
+      const auto optimizer = distributed(plain);
+      optimizer.step();
+      optimizer.zero_grad();
+      backward(1);
+      optimizer.step();
+      expect_as({to_map(model->state_dict()), optimizer.state_dict()}, expected);
+    });
+  }
+}
+
+/// And those that it gets by itself after it was given.
+TEST(OptimizerStateLayoutOfPlainOptimizers, ChangedByThemselvesBeforeTheFirstStep) {
+  const auto start = first_state<Factored>();
+  const auto expected = train_plain({}, &start, 0, kFirst);
+  run_model<PlainModel>({2, 2}, [&](auto& model, const auto& backward) {
+    Factored plain(model->parameters());
+    const auto optimizer = distributed(plain);
+    optim::set_state(plain, start, optim::parameter_names(model.get_module()->named_parameters()),
+                     optim::Names::kSame, optim::detail::make_param_state<FactoredState>);
+    for (int i = 0; i < kFirst; ++i) {
+      optimizer.zero_grad();
+      backward(i);
+      optimizer.step();
+    }
+    expect_as({to_map(model->state_dict()), optimizer.state_dict()}, expected);
+  });
+}
+
+/// Optimizers of a checkpoint whose states lie otherwise.
+TEST(OptimizerStateLayoutOfSeveral, EachSaysHowItsOwnLies) {
+  const std::string path = std::string(::testing::TempDir()) + "/optimizer_state_layout.several";
+  Named saved;
+  for (const TensorLayout& layout : {TensorLayout{2, 2}, {1}, {4}, {2, 1, 2}}) {
+    SCOPED_TRACE(c10::str(layout));
+    run_model<PlainModel>(layout, [&](auto& model, const auto& backward) {
+      const auto all = model->parameters();
+      DistributedOptimizer<Factored> first(Tensors(all.begin(), all.begin() + 6));
+      DistributedOptimizer<to::Adagrad> second(Tensors(all.begin() + 6, all.end()));
+      backward(saved.empty() ? 0 : 1);
+      first.step();
+      second.step();
+      const auto parts = CheckpointParts().add(model, first).add(second);
+      if (!saved.empty()) load(path, parts);
+      auto states = optim::tensors_of(first.state_dict());
+      states.merge(optim::tensors_of(second.state_dict()));
+      if (!saved.empty()) return expect_equal(states, saved, "state");
+      save(path, parts);
+      if (rank() == 0) saved = states;
+    });
+  }
+  std::filesystem::remove_all(path);
+}
+
+/// Ranges of a parameter's elements have whole tensors alike.
+TEST(OptimizerStateLayoutOfPieces, WholeTensorsAreThoseOfAllPieces) {
+  const auto start = first_state<Counted>();
+  const auto expected = train_plain<Counted>({}, &start, 0, kFirst);
+  const auto check = [&](const TensorLayout& layout, const Change& change) {
+    const auto got = outcome<Counted>(
+        layout,
+        [&](auto& rank) {
+          rank.optimizer.load_state_dict(start);
+          rank.train(0);
+          rank.optimizer.load_state_dict(rank.optimizer.local_state_dict(false));
+          rank.optimizer.load_state_dict(rank.optimizer.local_state_dict(true));
+          rank.optimizer.load_state_dict(rank.optimizer.state_dict());
+          rank.train(1);
+        },
+        change);
+    expect_as(got, expected);
+  };
+  for (const TensorLayout& layout : {TensorLayout{1, 1, 2}, {2, 1, 2}, {1, 1, 4}}) {
+    check(layout, with_divided_states);
+    check(layout, with_divided_parameters);
+  }
+  check({1, 2, 2}, with_divided_states);
+}
+
+/// A matrix of the parameter's sizes that is not elementwise keeps its order of memory.
+TEST(OptimizerStateLayoutOfOneProcess, StridesAreThoseOfElementwiseTensorsOnly) {
+  const Tensors parameters{torch::rand({kSquare, kSquare}).t().set_requires_grad(true)};
+  parameters[0].mutable_grad() = torch::zeros_like(parameters[0]);
+  const optim::ParameterNames names{{parameters[0].unsafeGetTensorImpl(), "weight"}};
+  Counted optimizer(parameters);
+  optimizer.step({});
+  const auto set = [&](const OptimizerState& state) {
+    optim::set_state(optimizer, state, names, optim::Names::kSame,
+                     optim::detail::make_param_state<FactoredState>,
+                     optim::StateLayout<Counted>::fields());
+    return optim::share_state(optimizer, names).params.at("weight").tensors;
+  };
+  const auto tensors = set(optim::get_state(optimizer, names));
+  EXPECT_EQ(tensors.at("momentum").strides(), parameters[0].strides());
+  EXPECT_EQ(tensors.at("shared").strides(), (std::vector<int64_t>{kSquare, 1}));
+}
+
+TEST(OptimizerStateLayoutErrors, NothingIsGuessed) {
+  const auto joined = error_of<UsageError>([] {
+    run<Undeclared>({2}, [](auto& rank) {
+      rank.train(0);
+      rank.optimizer.state_dict();
+    });
+  });
+  expect_has(
+      joined,
+      {"cannot put the optimizer's state of parameter \"block0.up\" together: \"columns\" has "
+       "an element for each of the parameter's, here sizes [16, 8], and is Double[8]. Say how "
+       "it lies: specialise smp::optim::StateLayout<",
+       "Undeclared> (smp/optim/traits.h)"});
+  const auto cut = error_of<CheckpointError>([] {
+    const auto whole = first_state<Undeclared>();
+    run<Undeclared>({2}, [&](auto& rank) {
+      rank.optimizer.load_state_dict(whole);
+      rank.train(0);
+    });
+  });
+  expect_has(cut,
+             {"cannot divide the optimizer's state of parameter \"block0.up\": \"columns\" has an "
+              "element for each of the parameter's, here sizes [32, 8], and is Double[8]",
+              "Undeclared> (smp/optim/traits.h)"});
+}
+
+TEST(OptimizerStateLayoutErrors, TensorsThatLieOtherwise) {
+  const auto text = error_of<CheckpointError>([] {
+    auto whole = first_state<Factored>();
+    whole.params.at("block0.up").tensors.at("rows") = torch::ones({4, 4});
+    run<Factored>({2}, [&](auto& rank) {
+      rank.optimizer.load_state_dict(whole);
+      rank.train(0);
+    });
+  });
+  expect_has(text,
+             {"\"block0.up\": \"rows\" lies along dimensions [0] of it, here sizes [32], and is "
+              "Float[4, 4]"});
+  const auto lacking = error_of<CheckpointError>([] {
+    auto whole = first_state<Factored>();
+    whole.params.at("block0.up_bias").tensors["columns"] = torch::ones({4});
+    run<Mistaken>({2}, [&](auto& rank) {
+      rank.optimizer.load_state_dict(whole);
+      rank.train(0);
+    });
+  });
+  expect_has(lacking, {"\"block0.up_bias\": \"columns\" lies along dimensions [1] of it, of which "
+                       "the parameter lacks one, and is Float[4]"});
+  const auto scalar = error_of<UsageError>([] {
+    run<Mistaken>({2}, [&](auto& rank) {
+      rank.train(0);
+      for (auto& [key, made] : rank.optimizer.state()) {
+        static_cast<FactoredState&>(*made).count(torch::ones({3}));
+      }
+      rank.optimizer.state_dict();
+    });
+  });
+  expect_has(scalar, {"\"count\" lies along dimensions [] of it, here sizes [], and is Float[3]"});
+}
+
+TEST(OptimizerStateLayoutErrors, TensorsThatAreNotTheSame) {
+  const auto text = error_of<UsageError>([] {
+    run<Mistaken>({2}, [](auto& rank) {
+      rank.train(0);
+      rank.optimizer.state_dict();
+    });
+  });
+  expect_has(text, {"cannot put the optimizer's state of parameter \"block0.",
+                    "together: \"shared\" differs "
+                    "between the ranks 0 and 1, and smp::optim::StateLayout<",
+                    "Mistaken> says that ranks with these parts of the parameter have the same"});
+}
+
+TEST(OptimizerStateLayoutErrors, RangesHaveNoRows) {
+  const auto error_with = [](const Change& change) {
+    return error_of<UsageError>([&] {
+      run<Factored>(
+          {1, 1, 2}, [](auto&) {}, change);
+    });
+  };
+  const std::string reason =
+      "Factored keeps \"columns\" along dimensions of a parameter, and with ";
+  const std::string rest = " each rank updates ranges of its elements, which have no dimensions";
+  expect_has(error_with(with_divided_states), reason + "\"shard_optimizer_state\"" + rest);
+  expect_has(error_with(with_divided_parameters),
+             reason + "\"sharded_data_parallel_degree\"" + rest);
+}
+
+INSTANTIATE_TEST_SUITE_P(Layouts, OptimizerStateLayout,
+                         ::testing::Values(TensorLayout{2}, TensorLayout{2, 2}, TensorLayout{4},
+                                           TensorLayout{2, 1, 2}),
+                         [](const auto& info) {
+                           return c10::str("T", info.param.degree, "P", info.param.stages, "R",
+                                           info.param.replicas);
+                         });
+
+}  // namespace
+}  // namespace smp
