@@ -15,6 +15,7 @@
 
 #include "core/check.h"
 #include "graph/below_autograd.h"
+#include "graph/content.h"
 #include "graph/graph.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"
@@ -263,9 +264,7 @@ class Call {
       stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
         if (!tensor.defined()) return tensor;
         at::Tensor mapped = map(tensor);
-        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-          mapped.unsafeGetTensorImpl()->set_wrapped_number(true);
-        }
+        stay_wrapped_number(tensor, mapped);
         return mapped;
       }));
     }

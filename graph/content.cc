@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/content.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/stack.h>
@@ -123,11 +124,14 @@ at::Tensor clone_content(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   const bool is_memory = tensor.has_storage() && !tensor._is_zerotensor() && !tensor.is_quantized();
   const at::Tensor content = is_memory ? copy_as_laid_out(tensor) : tensor.detach().clone();
-  // A number that libtorch wrapped into a tensor does not decide the type of the sum.
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-    content.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
+  stay_wrapped_number(tensor, content);
   return content;
+}
+
+void stay_wrapped_number(const at::Tensor& from, const at::Tensor& to) {
+  if (from.unsafeGetTensorImpl()->is_wrapped_number()) {
+    to.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
 }
 
 ContentScope::ContentScope(const std::vector<at::Tensor>& tensors) {

@@ -31,6 +31,10 @@ bool is_small_on_cpu(const TensorMeta& meta);
 /// other strides.
 at::Tensor clone_content(const at::Tensor& tensor);
 
+/// Where `from` is a number that libtorch wrapped into a tensor, `to` is one, too: it does not
+/// decide the type of a sum.
+void stay_wrapped_number(const at::Tensor& from, const at::Tensor& to);
+
 /// Keeps the contents of tensors, and puts them back when it goes. A history that writes have left
 /// on a tensor without one goes, too.
 class ContentScope {

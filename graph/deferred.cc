@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "graph/content.h"
 #include "graph/intercept.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"
@@ -59,7 +60,7 @@ at::Tensor shape_of(const at::Tensor& tensor) {
   c10::TensorImpl* impl = shape.unsafeGetTensorImpl();
   impl->set_allow_tensor_metadata_change(true);
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  stay_wrapped_number(tensor, shape);
   return shape;
 }
 

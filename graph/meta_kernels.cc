@@ -78,6 +78,7 @@ Tensor angle(const Tensor& self) {
   const auto type = c10::isIntegralType(self.scalar_type(), /*includeBool=*/true)
                         ? c10::typeMetaToScalarType(at::get_default_dtype())
                         : c10::toRealValueType(self.scalar_type());
+  if (self.is_complex()) return at::empty(self.sizes(), self.options().dtype(type));
   return elementwise({self}, type);
 }
 
@@ -195,6 +196,17 @@ Tensor roll(const Tensor& self, IntArrayRef shifts, IntArrayRef dims) {
 
 Tensor channel_shuffle(const Tensor& self, int64_t) {
   return at::empty_like(self, self.suggest_memory_format());
+}
+
+/// Matrices in columns, as LAPACK has them. Zeros have no such factor.
+Tensor cholesky(const Tensor& self, bool) {
+  return at::empty(self.sizes(), self.options()).transpose(-2, -1);
+}
+
+/// Elements to take, as many as the caller says; else it depends on data.
+Tensor repeat_interleave(const Tensor& repeats, std::optional<int64_t> output_size) {
+  TORCH_CHECK(output_size, "repeat_interleave(): the result's size depends on data");
+  return at::empty({*output_size}, repeats.options());
 }
 
 Tensor take(const Tensor& self, const Tensor& index) {
@@ -372,6 +384,8 @@ TORCH_LIBRARY_IMPL(aten, Meta, m) {
   m.impl("flip", &flip);
   m.impl("roll", &roll);
   m.impl("channel_shuffle", &channel_shuffle);
+  m.impl("cholesky", &cholesky);
+  m.impl("repeat_interleave.Tensor", &repeat_interleave);
   m.impl("take", &take);
   m.impl("searchsorted.Tensor", &searchsorted);
   m.impl("bucketize.Tensor", &bucketize);

@@ -38,16 +38,6 @@ std::optional<c10::Event> work_so_far(c10::Device device) {
   return event;
 }
 
-/// The streams of a device on which tensors leave and return, beside those that compute and each
-/// other.
-struct CopyStreams {
-  explicit CopyStreams(c10::Device device)
-      : out(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
-        back(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
-
-  c10::Stream out, back;
-};
-
 /// Memory of the host to which devices copy by themselves. Its allocator keeps it until the copies
 /// that it is used in are done.
 at::Tensor pinned_like(const at::Tensor& tensor) {
@@ -66,6 +56,16 @@ class OffloadStore::Item final : public StoredTensor, public std::enable_shared_
     kReturning,  ///< is being fetched, or waits for that
     kHere,       ///< was never away, or is back
     kFailed,
+  };
+
+  /// The streams of a device on which tensors leave and return, beside those that compute and each
+  /// other.
+  struct CopyStreams {
+    explicit CopyStreams(c10::Device device)
+        : out(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
+          back(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {}
+
+    c10::Stream out, back;
   };
 
   Item(std::shared_ptr<Queue> queue, const at::Tensor& tensor)
@@ -195,7 +195,7 @@ class OffloadStore::Queue {
     arrived_.keep({std::exchange(item.tensor_, own)}, current);
   }
 
-  const CopyStreams& streams_of(c10::Device device) {
+  const Item::CopyStreams& streams_of(c10::Device device) {
     return streams_.try_emplace(device, device).first->second;
   }
 
@@ -303,7 +303,7 @@ class OffloadStore::Queue {
   std::deque<std::weak_ptr<Item>> leaving_, returning_;
   int64_t waiting_ = 0;  // bytes
   std::unique_ptr<ScratchFile> file_;
-  std::unordered_map<c10::Device, CopyStreams> streams_;
+  std::unordered_map<c10::Device, Item::CopyStreams> streams_;
   core::KeptTensors arrived_;  // that are copied once more
   std::exception_ptr error_;
   int64_t puts_ = 0, bytes_out_ = 0, bytes_back_ = 0;

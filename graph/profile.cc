@@ -176,7 +176,7 @@ class Profiler {
         if (id == kUndefined || aliased.count(graph.values[id].alias_set) > 0) continue;
         const Value& value = graph.values[id];
         op.cost.output_bytes += value.meta.nbytes();
-        if (is_saved(value)) op.cost.saved_bytes += value.meta.nbytes();
+        if (saved_.count(value.alias_set) > 0) op.cost.saved_bytes += value.meta.nbytes();
       }
       if (memory_ && graph.trains()) op.cost.saved_bytes += std::max<int64_t>(hidden_bytes_[i], 0);
     }
@@ -234,7 +234,7 @@ class Profiler {
       }
       environment[id] = enter(environment[id], nullptr);
     }
-    if (memory_) before.find(graph_, op, environment, saved_);
+    before.find(graph_, op, environment, saved_);
     times_[i].backward_us = std::min(times_[i].backward_us, time_of_backward(starts, gradients));
   }
 
@@ -282,10 +282,6 @@ class Profiler {
   }
 
   int64_t allocated_now() const { return allocations_ ? allocations_->now() : 0; }
-
-  bool is_saved(const Value& value) const {
-    return memory_ ? saved_.count(value.alias_set) > 0 : value.meta.requires_grad;
-  }
 
   const Graph& graph_;
   const RandomKey& key_;

@@ -18,8 +18,8 @@ struct MeasureOptions {
   TORCH_ARG(int, runs) = 1;
   /// No run begins that would end later than this many seconds after the first one did.
   TORCH_ARG(double, seconds) = 2.0;
-  /// Measure which results are kept for backward, instead of taking it to be all that require a
-  /// gradient.
+  /// Measure, too, what operators keep for backward besides their arguments and results: masks,
+  /// casts, copies.
   TORCH_ARG(bool, memory) = false;
 };
 

@@ -98,7 +98,10 @@ void Recorder::restore_views() {
 
 const at::Tensor& Recorder::concrete(ValueId id) {
   at::Tensor& tensor = concrete_[id].tensor;
-  if (!tensor.defined()) tensor = make_shape_tensor(graph_.values[id].meta);
+  if (tensor.defined()) return tensor;
+  const Value& value = graph_.values[id];
+  tensor = make_shape_tensor(value.meta);
+  if (value.content.defined()) stay_wrapped_number(value.content, tensor);
   return tensor;
 }
 

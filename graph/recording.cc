@@ -140,10 +140,7 @@ DeferredRef Recording::ref(const at::Tensor& tensor, int64_t copied_bytes) {
     const at::NoGradGuard no_grad;
     const at::Tensor whole = tensor_on(tensor.storage(), {{bytes}, {1}, at::kByte}, 0);
     ref.known = tensor_on(whole.clone().storage(), TensorMeta::of(tensor), tensor.storage_offset());
-    // A number that became a tensor, which does not decide the type of a result.
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-      ref.known.unsafeGetTensorImpl()->set_wrapped_number(true);
-    }
+    stay_wrapped_number(tensor, ref.known);
   }
   ref.version = ref.known._version();
   return ref;

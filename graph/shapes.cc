@@ -12,6 +12,7 @@
 
 #include "core/check.h"
 #include "core/node.h"
+#include "graph/content.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"
 #include "graph/storage.h"
@@ -92,6 +93,7 @@ bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
 at::Tensor to_filled(const at::Tensor& tensor, at::Device device, int fill) {
   if (!is_elsewhere(tensor, device)) return tensor;
   const at::Tensor filled = make_filled(TensorMeta::of(tensor), device, fill);
+  stay_wrapped_number(tensor, filled);
   if (tensor.requires_grad()) give_placeholder_history(filled);
   return filled;
 }

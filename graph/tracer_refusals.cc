@@ -13,6 +13,31 @@
 #include "graph/tracer.h"
 
 namespace smp::graph {
+namespace {
+
+/// Whether the shapes of the results depend on data. libtorch says it of most such operators, and
+/// of some calls of which it is not true.
+bool has_shape_of_data(const TracedCall& call) {
+  const auto& schema = call.op->schema();
+  const std::string& name = schema.name();
+  if (name == "aten::nonzero_numpy") return true;
+  if (name == "aten::tensor_split") return schema.overload_name() == "tensor_indices_or_sections";
+  if (name == "aten::repeat_interleave") {
+    const bool counts = schema.overload_name() != "self_int";
+    return counts && call.arguments.back().constant.isNone();  // output_size
+  }
+  if (!call.op->hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (name == "aten::index") {
+    return std::any_of(call.tensors.begin() + 1, call.tensors.end(), [](const at::Tensor& index) {
+      return index.defined() &&
+             (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
+    });
+  }
+  // Given the number of classes, its result has a shape that follows.
+  return name != "aten::one_hot" || call.arguments[1].constant.toInt() < 0;
+}
+
+}  // namespace
 
 void Tracer::refuse_replaced_storage(const std::string& name) const {
   if (!has_trait(name, OperatorTrait::kReplacesStorage)) return;
@@ -119,19 +144,7 @@ void Tracer::refuse_unsupported(const TracedCall& call) {
              "configuration's \"seed\", the step and the microbatch");
     }
   }
-  if (!call.op->hasTag(at::Tag::dynamic_output_shape)) return;
-  bool depends_on_data = true;
-  if (name == "aten::index") {
-    depends_on_data = false;
-    for (size_t i = 1; i < call.tensors.size(); ++i) {
-      const at::Tensor& index = call.tensors[i];
-      depends_on_data |=
-          index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte);
-    }
-  }
-  // Given the number of classes, its result has a shape that follows.
-  if (name == "aten::one_hot") depends_on_data = call.arguments[1].constant.toInt() < 0;
-  if (depends_on_data) {
+  if (has_shape_of_data(call)) {
     refuse("the result shape of operator " + name + " depends on data",
            "Use an operator whose result has a fixed shape (torch::where, a mask that multiplies), "
            "or make the module that calls it a leaf: smp::leaf(module)(x)");

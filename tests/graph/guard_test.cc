@@ -230,5 +230,22 @@ TEST_F(Guard, WhatTheFunctionHoldsIsKnownAfterThousandsOfOperators) {
   EXPECT_EQ(writer->writes[0], graph.values[graph.outputs[1]].alias_set);
 }
 
+/// A number that libtorch has wrapped into a tensor does not decide the type of a product.
+TEST_F(Guard, AWrappedNumberDecidesNoTypeOnShapes) {
+  const torch::Tensor count = torch::arange(4);
+  const auto function = [](const Tensors& in) -> Tensors {
+    torch::Tensor half = c10::scalar_to_tensor(0.5);
+    half.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return {at::mul(in[0], half)};
+  };
+  for (const bool execute : {true, false}) {
+    const TraceResult traced = trace(table_, {count}, function, execute);
+    const Graph& graph = *traced.recorded;
+    EXPECT_EQ(graph.values[graph.outputs[0]].meta.dtype, function({count})[0].scalar_type());
+    const TraceResult same = trace(table_, {count}, function, false, {&graph});
+    EXPECT_EQ(same.match, &graph) << same.difference;
+  }
+}
+
 }  // namespace
 }  // namespace smp::graph::testing

@@ -63,7 +63,8 @@ std::vector<std::pair<std::string, Tensor>> layouts() {
           {"double", at::rand({3, 4}, at::kDouble)},
           {"half", at::rand({3, 4}).to(at::kBFloat16)},
           {"integer", at::randint(5, {3, 4})},
-          {"complex", at::rand({3, 4}, at::kComplexFloat)}};
+          {"complex", at::rand({3, 4}, at::kComplexFloat)},
+          {"complex transposed", at::rand({3, 4}, at::kComplexFloat).t()}};
 }
 
 void add_elementwise(Cases& cases) {

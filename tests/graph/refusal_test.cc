@@ -95,6 +95,14 @@ TEST_F(Refusal, EqualOfCopiesButNotOfTheSameTensorOrOfOthers) {
 
 TEST_F(Refusal, ResultShapesThatDependOnData) {
   EXPECT_CONTAINS(text([](torch::Tensor x) { torch::nonzero(x); }), "aten::nonzero");
+  EXPECT_CONTAINS(text([](torch::Tensor x) { x.nonzero_numpy(); }), "aten::nonzero_numpy");
+  EXPECT_CONTAINS(text([](torch::Tensor x) {
+                    x.tensor_split(torch::tensor({1, 3}));
+                  }),
+                  "aten::tensor_split");
+  const auto counts = torch::tensor({2, 0, 1, 1});
+  EXPECT_CONTAINS(text([&](torch::Tensor x) { x.repeat_interleave(counts, 0); }),
+                  "the result shape of operator aten::repeat_interleave depends on data");
   const auto masked = text([](torch::Tensor x) { x.index({x > 0}); });
   EXPECT_CONTAINS(masked, "the result shape of operator aten::index depends on data");
   EXPECT_CONTAINS(masked, "smp::leaf(module)(x)");

@@ -3,6 +3,8 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 #include "tests/graph/harness.h"
 
@@ -458,6 +460,31 @@ TEST(Replay, AConstantIsAWrappedNumber) {
                                backward(loss);
                                return {loss};
                              });
+}
+
+/// tanh keeps its result; nothing needs those of the layer and of the sums.
+TEST(Replay, MeasuresWhichResultsBackwardsKeep) {
+  torch::nn::Linear net(3, 3);
+  const TensorTable table = table_of(*net);
+  const Tensors inputs{torch::randn({2, 3})};
+  TraceResult traced = trace(table, inputs, [&](const Tensors& in) -> Tensors {
+    auto loss = (torch::tanh(net(in[0])) + 1).sum();
+    backward(loss);
+    return {loss};
+  });
+  for (const bool memory : {false, true}) {
+    Graph& graph = *traced.recorded;
+    measure_costs(graph, environment_of(graph, table, inputs), {}, traced.checksums, "train",
+                  MeasureOptions().memory(memory));
+    std::map<std::string, int64_t> saved;
+    for (const Operator& op : graph.operators) saved[op.name()] = op.cost.saved_bytes;
+    const std::map<std::string, int64_t> expected = {{"aten::t", 0},
+                                                     {"aten::addmm", 0},
+                                                     {"aten::tanh", 24},
+                                                     {"aten::add.Scalar", 0},
+                                                     {"aten::sum", 0}};
+    EXPECT_EQ(saved, expected) << memory;
+  }
 }
 
 /// The product saves a tensor that it then writes, so its own backward is impossible; the program's

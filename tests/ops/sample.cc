@@ -158,10 +158,16 @@ std::vector<Skipped> read_skipped(const std::string& path) {
 }
 
 Tensors execute(const Sample& sample, const Tensors& inputs) {
+  return execute(sample, inputs,
+                 [](const Call& call, torch::jit::Stack& stack) { call.op.callBoxed(stack); });
+}
+
+Tensors execute(const Sample& sample, const Tensors& inputs,
+                const std::function<void(const Call&, torch::jit::Stack&)>& run) {
   Tensors values = inputs;
   for (const Call& call : sample.calls) {
     torch::jit::Stack stack = stack_of(call, values);
-    call.op.callBoxed(stack);
+    run(call, stack);
     for (const c10::IValue& result : stack) add_tensors(result, values);
   }
   Tensors outputs;

@@ -3,7 +3,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -51,6 +53,10 @@ std::vector<Skipped> read_skipped(const std::string& path);
 
 /// Calls the sample's operators through the dispatcher. `inputs` stand for its leaves.
 Tensors execute(const Sample& sample, const Tensors& inputs);
+
+/// The same by `run`, which finds a call's arguments on the stack and leaves its results there.
+Tensors execute(const Sample& sample, const Tensors& inputs,
+                const std::function<void(const Call&, torch::jit::Stack&)>& run);
 
 /// A number of all outputs that require a gradient; undefined if none does. The weights are the
 /// same in write_samples.py.
