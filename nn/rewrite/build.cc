@@ -96,7 +96,7 @@ class Builder final : public GraphWriter {
   void add_call(size_t index) {
     const Call& call = propagation_.calls()[index];
     call_ = &call;
-    treatment_ = &outcome_.treatments[index];
+    treatment_ = outcome_.treatments[index].get();
     recorded_sets_.clear();
     std::vector<ValueId> results;
     if (treatment_->emit != nullptr) {

@@ -46,7 +46,7 @@ Pins fixed_pins(const Graph& whole, const DivideOptions& options) {
 
 /// True for a bias that is added after the sum over the ranks.
 bool is_added_to_sum(const Call& reader, const Outcome& outcome, ValueId bias) {
-  const Treatment& treatment = outcome.treatments[reader.index()];
+  const Treatment& treatment = *outcome.treatments[reader.index()];
   for (size_t i = 0; i < reader.tensors().size(); ++i) {
     const ValueId value = reader.tensors()[i];
     if (value != bias && outcome.layouts[value].is_partial()) return true;
@@ -66,7 +66,7 @@ std::string reason_of(const Propagation& propagation, const Choice& choice, cons
   if (users[0] == Layouts::kAtEnd) return "the step function returns it";
   const Call& reader = propagation.calls()[users[0]];
   if (is_added_to_sum(reader, outcome, id)) return "it is added once, to the sum over the ranks";
-  const bool of_parts = works_on_parts(outcome.treatments[users[0]]);
+  const bool of_parts = works_on_parts(*outcome.treatments[users[0]]);
   return c10::str(
       "operator ", reader.op().name(),
       of_parts ? " needs all of it for each part of what it works on" : " uses it on whole values");
@@ -132,7 +132,7 @@ DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   check_layouts(divided, divided.graph);
   for (const Call& call : propagation.calls()) {
     const bool wanted = !call.attention_form().is_as_captured() || call.is_residual_sum();
-    if (wanted && outcome.treatments[call.index()].emit != nullptr) {
+    if (wanted && outcome.treatments[call.index()]->emit != nullptr) {
       divided.computed_otherwise.insert(call.index());
     }
   }

@@ -62,7 +62,11 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
       alias_sets_(graph.alias_sets),
       lasting_(graph.alias_sets),
       last_writes_(graph.alias_sets, -1),
-      conversions_(graph.values.size()) {
+      events_(graph.values.size()),
+      steps_(graph.operators.size()),
+      costs_(graph.values.size()),
+      is_noted_(graph.operators.size()),
+      is_stale_(graph.values.size()) {
   layouts_.users.resize(graph.values.size());
   layouts_.in_stream.resize(graph.values.size());
   layouts_.of.resize(graph.values.size());
@@ -111,6 +115,17 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   for (const Call& call : calls_) {
     kept_.push_back(saved_by(call));
     may_be_in_stream_.push_back(may_be_in_stream(call) ? 1 : 0);
+    const auto index = static_cast<int>(call.index());
+    const auto note = [&](ValueId value) {
+      auto& events = events_[value];
+      if (events.empty() || events.back() != index) events.push_back(index);
+    };
+    std::for_each(call.tensors().begin(), call.tensors().end(), note);
+    for (int set : call.op().writes) {
+      for (ValueId value : alias_sets_[set]) {
+        if (graph.values[value].producer <= index) note(value);
+      }
+    }
   }
 }
 
@@ -120,38 +135,116 @@ bool Propagation::is_allowed(ValueId value) const {
 }
 
 Outcome Propagation::run(const Pins& pins) {
-  layouts_.whole_sets.clear();
-  while (true) {
-    Outcome outcome;
-    if (attempt(pins, outcome)) return outcome;
+  if (recalls_) {
+    layouts_.of = std::move(of_);
+    layouts_.in_stream = std::move(in_stream_);
+    recalls_ = false;
   }
+  // A storage that had to be whole need not be with other pins.
+  if (has_run_ && layouts_.whole_sets.empty()) {
+    note_changes(pins);
+  } else {
+    note_all();
+  }
+  layouts_.whole_sets.clear();
+  pins_ = pins;
+  layouts_.pins = &pins_;
+  while (!treat_noted()) note_all();
+  has_run_ = true;
+  return outcome();
+}
+
+void Propagation::note_all() {
+  std::fill(is_noted_.begin(), is_noted_.end(), 1);
+  std::fill(is_stale_.begin(), is_stale_.end(), 1);
+}
+
+/// Notes the operators that make values with other pins or, of those that are given, use them
+/// first.
+void Propagation::note_changes(const Pins& pins) {
+  const auto note = [&](ValueId value) {
+    is_stale_[value] = 1;
+    const int producer = graph_.values[value].producer;
+    const auto& users = layouts_.users[value];
+    if (producer >= 0) is_noted_[producer] = 1;
+    if (producer < 0 && !users.empty() && users[0] != Layouts::kAtEnd) is_noted_[users[0]] = 1;
+  };
+  const auto compare = [&](const Pins& some, const Pins& others) {
+    for (const auto& [value, layout] : some) {
+      const auto other = others.find(value);
+      if (other == others.end() || other->second != layout) note(value);
+    }
+  };
+  compare(pins, pins_);
+  compare(pins_, pins);
 }
 
 /// False: a storage that is written turned out to need to be whole, which `Layouts::whole_sets`
 /// notes.
-bool Propagation::attempt(const Pins& pins, Outcome& outcome) {
-  conversions_.clear();
-  layouts_.pins = &pins;
-  std::fill(layouts_.in_stream.begin(), layouts_.in_stream.end(), 0);
-  kept_as_.resize(graph_.values.size());
-  for (auto& forms : kept_as_) forms.clear();
-  outcome.treatments.reserve(calls_.size());
+bool Propagation::treat_noted() {
   for (size_t v = 0; v < graph_.values.size(); ++v) {
     const auto id = static_cast<ValueId>(v);
-    const auto pin = pins.find(id);
-    const bool given = pin != pins.end() && graph_.values[v].producer < 0;
-    layouts_.of[v] = given ? pin->second : Layout::whole();
-    layouts_.free[v] = pin == pins.end() && is_allowed(id) ? 1 : 0;
-    if (graph_.values[v].producer < 0) conversions_.add(id, layouts_.of[v], 0);
+    const bool is_used = !layouts_.users[v].empty() && layouts_.users[v][0] != Layouts::kAtEnd;
+    if (is_stale_[v] != 0 && graph_.values[v].producer < 0 && !is_used) {
+      layouts_.of[v] = layout_at_start(id);
+    }
   }
   for (size_t i = 0; i < calls_.size(); ++i) {
-    const size_t sets = layouts_.whole_sets.size();
-    Treatment treatment = treat(i);
-    if (layouts_.whole_sets.size() > sets) return false;
-    settle(calls_[i], treatment, outcome);
-    outcome.treatments.push_back(std::move(treatment));
+    if (std::exchange(is_noted_[i], 0) != 0 && !renew(i)) return false;
   }
-  finish(outcome);
+  for (size_t v = 0; v < graph_.values.size(); ++v) {
+    if (std::exchange(is_stale_[v], 0) != 0) costs_[v] = cost_of(static_cast<ValueId>(v));
+  }
+  return true;
+}
+
+/// The layout of a value that no operator makes, before one uses it.
+Layout Propagation::layout_at_start(ValueId value) const {
+  const auto pin = pins_.find(value);
+  return pin == pins_.end() ? Layout::whole() : pin->second;
+}
+
+/// Whether how the operator needs a parameter decides how it is divided: it is the first to use it.
+bool Propagation::decides(const Call& call, ValueId value) const {
+  return graph_.values[value].producer < 0 &&
+         layouts_.users[value][0] == static_cast<int>(call.index()) && pins_.count(value) == 0 &&
+         is_allowed(value);
+}
+
+/// Has the values that the operator is the first to use lie as at the start.
+void Propagation::enter(const Call& call) {
+  for (ValueId value : call.tensors()) {
+    const bool is_first = graph_.values[value].producer < 0 &&
+                          layouts_.users[value][0] == static_cast<int>(call.index());
+    if (!is_first) continue;
+    layouts_.of[value] = layout_at_start(value);
+    layouts_.free[value] = decides(call, value) ? 1 : 0;
+  }
+}
+
+/// Treats an operator anew, and notes those that read values that lie otherwise since. False where
+/// `treat_noted` is.
+bool Propagation::renew(size_t index) {
+  const Call& call = calls_[index];
+  const auto state_of = [&](ValueId value) {
+    return std::make_pair(layouts_.of[value], layouts_.in_stream[value]);
+  };
+  std::vector<ValueId> concerned = call.tensors();
+  concerned.insert(concerned.end(), call.results().begin(), call.results().end());
+  std::vector<std::pair<Layout, char>> before;
+  for (ValueId value : concerned) before.push_back(state_of(value));
+  enter(call);
+  const size_t sets = layouts_.whole_sets.size();
+  Treatment treatment = treat(index);
+  if (layouts_.whole_sets.size() > sets) return false;
+  steps_[index] = settle(call, std::move(treatment));
+  for (size_t i = 0; i < concerned.size(); ++i) {
+    is_stale_[concerned[i]] = 1;
+    if (state_of(concerned[i]) == before[i]) continue;
+    for (int user : layouts_.users[concerned[i]]) {
+      if (user != Layouts::kAtEnd && user > static_cast<int>(index)) is_noted_[user] = 1;
+    }
+  }
   return true;
 }
 
@@ -241,96 +334,206 @@ bool Propagation::is_read_after(const Call& call, ValueId written) const {
   });
 }
 
-/// Counts the time of an operator and of the conversions it needs, and notes its results.
-void Propagation::settle(const Call& call, const Treatment& treatment, Outcome& outcome) {
-  const int index = static_cast<int>(call.index());
-  bool joins = false;
+/// Notes how the operator's results lie, and parameters that it decides on.
+Propagation::Step Propagation::settle(const Call& call, Treatment treatment) {
+  Step step;
+  bool in_stream = false;
   for (size_t i = 0; i < call.tensors().size(); ++i) {
     const ValueId value = call.tensors()[i];
     const Layout& wanted = treatment.arguments[i];
-    if (layouts_.free[value] != 0) {
-      layouts_.free[value] = 0;
-      if (wanted.is_divided() && !treatment.cuts_parameters) {
-        layouts_.of[value] = wanted;
-        conversions_.add(value, wanted, 0);
-        conversions_.forget(value, wanted);
-      }
+    if (std::exchange(layouts_.free[value], 0) != 0 && wanted.is_divided() &&
+        !treatment.cuts_parameters) {
+      layouts_.of[value] = wanted;
     }
-    joins |= layouts_.of[value].is_divided() && !wanted.is_divided();
-    need(value, wanted, call.has_gradient(static_cast<int>(i)), outcome);
+    step.joins |= layouts_.of[value].is_divided() && !wanted.is_divided();
   }
-  if (joins) outcome.obstacles.push_back({index, treatment.obstacle_parts});
-  bool meets_stream = false, in_stream = false;
   for (size_t i = 0; i < call.tensors().size(); ++i) {
     const Layout& home = layouts_.of[call.tensors()[i]];
     const bool own = home.is_divided() && call.in_stream(static_cast<int>(i));
-    meets_stream |= own;
+    step.meets_stream |= own;
     in_stream |= own && treatment.arguments[i] == home && static_cast<int>(i) != treatment.gathered;
   }
-  for (const Treatment::Wish& wish : treatment.wishes) {
-    outcome.wishes.push_back({call.tensors()[wish.position], wish.layout, meets_stream});
-  }
-  for (size_t r = 0; r < call.results().size(); ++r) {
-    settle_result(call, treatment, r, in_stream, outcome);
-  }
-  keep(call, treatment, outcome);
-  for (int set : call.op().writes) {
-    for (ValueId value : alias_sets_[set]) conversions_.forget(value, layouts_.of[value]);
-  }
-  const double time = times_[index];
-  const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
-  const bool in_parts =
-      works_on_parts(treatment) || (expects_streams_ && may_be_in_stream_[call.index()] != 0);
-  outcome.us += in_parts ? call_time + (time - call_time) / options_.ranks : time;
-  const auto [forward, backward] = times_of(traffic_inside(call, treatment), options_);
-  outcome.us += forward + backward;
+  for (size_t r = 0; r < call.results().size(); ++r) settle_result(call, treatment, r, in_stream);
+  step.us = time_of(call, treatment);
+  step.treatment = std::make_shared<const Treatment>(std::move(treatment));
+  return step;
 }
 
 /// Notes in which layout a result is from here on: that of its pin, if it has one.
 void Propagation::settle_result(const Call& call, const Treatment& treatment, size_t r,
-                                bool in_stream, Outcome& outcome) {
+                                bool in_stream) {
   const ValueId value = call.results()[r];
   const Layout& made = treatment.results[r];
-  layouts_.of[value] = made;
-  layouts_.in_stream[value] = in_stream && made.is_divided() ? 1 : 0;
-  conversions_.add(value, made, 0);
   const auto pin = call.pin(static_cast<int>(r));
-  if (!pin) return;
-  const Layout& home = *pin;
-  layouts_.in_stream[value] = 1;
-  if (home == made) return;
-  need(value, home, call.result_has_gradient(static_cast<int>(r)), outcome);
-  layouts_.of[value] = home;
-  if (!made.is_whole()) conversions_.forget(value, home);
+  layouts_.of[value] = pin.value_or(made);
+  layouts_.in_stream[value] = pin || (in_stream && made.is_divided()) ? 1 : 0;
 }
 
-/// Counts the tensors that the operator's backward pass needs.
-void Propagation::keep(const Call& call, const Treatment& treatment, Outcome& outcome) {
-  const SavedForBackward& kept = kept_[call.index()];
-  for (int position : kept.arguments) {
-    keep(call.tensors()[position], treatment.arguments[position], outcome);
-  }
-  for (int r : kept.results) keep(call.results()[r], treatment.results[r], outcome);
-  if (!kept.mask) return;
+/// The time of an operator, and of the messages that it sends itself.
+double Propagation::time_of(const Call& call, const Treatment& treatment) const {
+  const double time = times_[call.index()];
+  const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
+  const bool in_parts =
+      works_on_parts(treatment) || (expects_streams_ && may_be_in_stream_[call.index()] != 0);
+  const auto [forward, backward] = times_of(traffic_inside(call, treatment), options_);
+  return (in_parts ? call_time + (time - call_time) / options_.ranks : time) + forward + backward;
+}
+
+int64_t Propagation::mask_bytes(const Call& call, const Treatment& treatment) const {
+  if (!kept_[call.index()].mask) return 0;
   const int64_t bytes = call.result_meta().nbytes();
-  outcome.kept_bytes += treatment.results[0].is_divided() ? bytes / options_.ranks : bytes;
+  return treatment.results[0].is_divided() ? bytes / options_.ranks : bytes;
 }
 
-void Propagation::keep(ValueId value, const Layout& layout, Outcome& outcome) {
-  // A copy for a divided region lies on the memory of the whole; joined, or in other parts, it is
-  // another tensor.
-  const Layout form = layout == Layout::shared() ? Layout::whole() : layout;
-  const bool is_parameter = comes_from_parameter_[value] != 0;
-  if (!is_parameter && is_activation_[value] == 0) return;
-  if (is_parameter && form == layouts_.of[value]) return;  // that is held anyhow
-  auto& forms = kept_as_[value];
-  if (std::find(forms.begin(), forms.end(), form) != forms.end()) return;
-  forms.push_back(form);
-  const int64_t bytes = graph_.values[value].meta.nbytes();
-  outcome.kept_bytes += layout.is_divided() ? bytes / options_.ranks : bytes;
+/// The cost of one value, by the operators that make, read and write it, in program order.
+class Propagation::ValueWalk {
+ public:
+  ValueWalk(const Propagation& all, ValueId value)
+      : all_(all), id_(value), value_(all.graph_.values[value]) {}
+
+  ValueCost run() {
+    value_.producer < 0 ? begin(all_.layout_at_start(id_)) : make(all_.calls_[value_.producer]);
+    for (int index : all_.events_[id_]) {
+      if (index != value_.producer) pass(all_.calls_[index]);
+    }
+    end();
+    return cost_;
+  }
+
+ private:
+  const Treatment& treatment(const Call& call) const {
+    return *all_.steps_[call.index()].treatment;
+  }
+
+  void begin(const Layout& layout) {
+    home_ = layout;
+    forms_.add(0, layout, 0);
+  }
+
+  void make(const Call& call) {
+    const auto& results = call.results();
+    const auto r =
+        static_cast<int>(std::find(results.begin(), results.end(), id_) - results.begin());
+    const Layout& made = treatment(call).results[r];
+    begin(made);
+    home_ = all_.layouts_.of[id_];
+    if (home_ != made) {
+      need(home_, call.result_has_gradient(r));
+      if (!made.is_whole()) forms_.forget(0, home_);
+    }
+    for (int kept : all_.kept_[call.index()].results) {
+      if (kept == r) keep(made);
+    }
+    forget_if_written(call);
+  }
+
+  void pass(const Call& call) {
+    const auto& tensors = call.tensors();
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (tensors[i] != id_) continue;
+      const Layout& wanted = treatment(call).arguments[i];
+      if (all_.decides(call, id_) && !std::exchange(is_decided_, true) && wanted.is_divided() &&
+          !treatment(call).cuts_parameters) {
+        begin(wanted);
+        forms_.forget(0, wanted);
+      }
+      need(wanted, call.has_gradient(static_cast<int>(i)));
+    }
+    for (int position : all_.kept_[call.index()].arguments) {
+      if (tensors[position] == id_) keep(treatment(call).arguments[position]);
+    }
+    forget_if_written(call);
+  }
+
+  void end() {
+    const auto& users = all_.layouts_.users[id_];
+    if (!users.empty() && users.back() == Layouts::kAtEnd) {
+      need(Layout::whole(), all_.graph_.trains() && all_.requires_grad_at_end(id_));
+    }
+    if (value_.kind != ValueKind::kParameter) return;
+    const double held =
+        static_cast<double>(value_.meta.nbytes()) * all_.options_.parameter_us_per_byte;
+    cost_.us += home_.is_divided() ? held / all_.options_.ranks : held;
+  }
+
+  void need(const Layout& layout, bool has_gradient) {
+    forms_.get(0, layout, has_gradient, [&](const Conversion& conversion, char) {
+      const Traffic moved = traffic_of(conversion.collective, value_.meta.nbytes(), has_gradient,
+                                       all_.options_.ranks);
+      const auto [forward, backward] = times_of(moved, all_.options_);
+      cost_.us += forward + backward;
+      const bool joins = conversion.from.is_divided() && all_.comes_from_parameter_[id_] != 0;
+      cost_.joined_parameters += joins ? 1 : 0;
+      return char{0};
+    });
+  }
+
+  /// Counts what a backward pass needs of it.
+  void keep(const Layout& layout) {
+    // A copy for a divided region lies on the memory of the whole; joined, or in other parts, it is
+    // another tensor.
+    const Layout form = layout == Layout::shared() ? Layout::whole() : layout;
+    const bool is_parameter = all_.comes_from_parameter_[id_] != 0;
+    if (!is_parameter && all_.is_activation_[id_] == 0) return;
+    if (is_parameter && form == home_) return;  // that is held anyhow
+    if (std::find(kept_as_.begin(), kept_as_.end(), form) != kept_as_.end()) return;
+    kept_as_.push_back(form);
+    const int64_t bytes = value_.meta.nbytes();
+    cost_.kept_bytes += layout.is_divided() ? bytes / all_.options_.ranks : bytes;
+  }
+
+  /// A value that is written has to be converted anew.
+  void forget_if_written(const Call& call) {
+    const auto& writes = call.op().writes;
+    if (std::find(writes.begin(), writes.end(), value_.alias_set) != writes.end()) {
+      forms_.forget(0, home_);
+    }
+  }
+
+  const Propagation& all_;
+  const ValueId id_;
+  const Value& value_;
+  Conversions<char> forms_{1};
+  std::vector<Layout> kept_as_;
+  Layout home_;
+  bool is_decided_ = false;
+  ValueCost cost_;
+};
+
+Propagation::ValueCost Propagation::cost_of(ValueId value) const {
+  return ValueWalk(*this, value).run();
+}
+
+Outcome Propagation::outcome() const {
+  Outcome outcome;
+  outcome.treatments.reserve(steps_.size());
+  for (size_t i = 0; i < steps_.size(); ++i) {
+    const Step& step = steps_[i];
+    const Treatment& treatment = *step.treatment;
+    outcome.us += step.us;
+    outcome.kept_bytes += mask_bytes(calls_[i], treatment);
+    for (const Treatment::Wish& wish : treatment.wishes) {
+      outcome.wishes.push_back(
+          {calls_[i].tensors()[wish.position], wish.layout, step.meets_stream});
+    }
+    if (step.joins) outcome.obstacles.push_back({static_cast<int>(i), treatment.obstacle_parts});
+    outcome.treatments.push_back(step.treatment);
+  }
+  for (const ValueCost& cost : costs_) {
+    outcome.us += cost.us;
+    outcome.kept_bytes += cost.kept_bytes;
+    outcome.joined_parameters += cost.joined_parameters;
+  }
+  outcome.layouts = layouts_.of;
+  outcome.in_stream = layouts_.in_stream;
+  return outcome;
 }
 
 void Propagation::recall(const Outcome& outcome) {
+  if (!std::exchange(recalls_, true)) {
+    of_ = std::move(layouts_.of);
+    in_stream_ = std::move(layouts_.in_stream);
+  }
   layouts_.of = outcome.layouts;
   layouts_.in_stream = outcome.in_stream;
   layouts_.pins = &no_pins_;
@@ -352,34 +555,6 @@ std::optional<Layout> Propagation::carried(size_t operator_index, int position,
   const auto at = std::find(call.results().begin(), call.results().end(), result);
   const Layout& made = treatment->results[at - call.results().begin()];
   return made.is_divided() ? std::optional(made) : std::nullopt;
-}
-
-void Propagation::need(ValueId value, const Layout& layout, bool has_gradient, Outcome& outcome) {
-  const int64_t bytes = graph_.values[value].meta.nbytes();
-  conversions_.get(value, layout, has_gradient, [&](const Conversion& conversion, char) {
-    const Traffic moved = traffic_of(conversion.collective, bytes, has_gradient, options_.ranks);
-    const auto [forward, backward] = times_of(moved, options_);
-    outcome.us += forward + backward;
-    const bool joins = conversion.from.is_divided() && comes_from_parameter(graph_, value);
-    outcome.joined_parameters += joins ? 1 : 0;
-    return char{0};
-  });
-}
-
-void Propagation::finish(Outcome& outcome) {
-  for (size_t v = 0; v < graph_.values.size(); ++v) {
-    const Value& value = graph_.values[v];
-    const auto& users = layouts_.users[v];
-    if (!users.empty() && users.back() == Layouts::kAtEnd) {
-      const auto id = static_cast<ValueId>(v);
-      need(id, Layout::whole(), graph_.trains() && requires_grad_at_end(id), outcome);
-    }
-    if (value.kind != ValueKind::kParameter) continue;
-    const double held = static_cast<double>(value.meta.nbytes()) * options_.parameter_us_per_byte;
-    outcome.us += layouts_.of[v].is_divided() ? held / options_.ranks : held;
-  }
-  outcome.layouts = layouts_.of;
-  outcome.in_stream = layouts_.in_stream;
 }
 
 }  // namespace smp::nn::rewrite

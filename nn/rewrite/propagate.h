@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <set>
 #include <vector>
 
@@ -30,15 +31,17 @@ struct Outcome {
   double us = 0;  ///< predicted time of a microbatch, with the costs of parameters' memory
   /// Bytes of activations that a rank keeps of a microbatch until its backward pass: predicted.
   int64_t kept_bytes = 0;
-  std::vector<Treatment> treatments;  ///< treatment of each operator
-  std::vector<Layout> layouts;        ///< layout of each value, as it is where it was made
-  std::vector<char> in_stream;        ///< see `Layouts`
+  std::vector<std::shared_ptr<const Treatment>> treatments;  ///< treatment of each operator
+  std::vector<Layout> layouts;  ///< layout of each value, as it is where it was made
+  std::vector<char> in_stream;  ///< see `Layouts`
   std::vector<Wish> wishes;
   std::vector<Obstacle> obstacles;
   int joined_parameters = 0;  ///< how often a divided parameter has to be made whole
 };
 
 /// Finds out, operator by operator in program order, how a graph runs with some parameters divided.
+/// A run goes on from the one before: it treats anew those operators only that other pins, or
+/// values that lie otherwise for them, concern.
 class Propagation {
  public:
   Propagation(const graph::Graph& graph, const DivideOptions& options);
@@ -47,7 +50,10 @@ class Propagation {
   /// From here on, with `DivideOptions::streams`: whether operators on whole activations that could
   /// work on parts of them count the time of parts. So weights are divided as is best when
   /// activations between them are divided, too.
-  void expect_streams(bool on) { expects_streams_ = on && options_.streams; }
+  void expect_streams(bool on) {
+    expects_streams_ = on && options_.streams;
+    has_run_ = false;
+  }
 
   /// How a result of an operator would be divided if the argument at that position were divided so,
   /// as a stream, and all others were as in the outcome last given to `recall`; nothing if the
@@ -77,19 +83,40 @@ class Propagation {
   }
 
  private:
-  bool attempt(const Pins& pins, Outcome& outcome);
+  /// How an operator runs, without the conversions of its arguments and results.
+  struct Step {
+    std::shared_ptr<const Treatment> treatment;
+    double us = 0;
+    bool meets_stream = false;
+    bool joins = false;  ///< it needs a divided argument whole
+  };
+  /// A value's costs: its conversions, the memory of a parameter, and the bytes of it that are
+  /// kept.
+  struct ValueCost {
+    double us = 0;
+    int64_t kept_bytes = 0;
+    int joined_parameters = 0;
+  };
+  class ValueWalk;
+
+  void note_all();
+  void note_changes(const Pins& pins);
+  bool treat_noted();
+  bool renew(size_t index);
+  void enter(const Call& call);
+  Layout layout_at_start(graph::ValueId value) const;
+  bool decides(const Call& call, graph::ValueId value) const;
   Treatment treat(size_t index);
   Treatment treat_as_captured(size_t index);
   bool respects_writes(const Call& call, const Treatment& treatment);
   bool cuts_views(const Call& call, const Treatment& treatment) const;
   bool is_read_after(const Call& call, graph::ValueId written) const;
-  void settle(const Call& call, const Treatment& treatment, Outcome& outcome);
-  void settle_result(const Call& call, const Treatment& treatment, size_t r, bool in_stream,
-                     Outcome& outcome);
-  void keep(const Call& call, const Treatment& treatment, Outcome& outcome);
-  void keep(graph::ValueId value, const Layout& layout, Outcome& outcome);
-  void need(graph::ValueId value, const Layout& layout, bool has_gradient, Outcome& outcome);
-  void finish(Outcome& outcome);
+  Step settle(const Call& call, Treatment treatment);
+  void settle_result(const Call& call, const Treatment& treatment, size_t r, bool in_stream);
+  double time_of(const Call& call, const Treatment& treatment) const;
+  int64_t mask_bytes(const Call& call, const Treatment& treatment) const;
+  ValueCost cost_of(graph::ValueId value) const;
+  Outcome outcome() const;
 
   const graph::Graph& graph_;
   const DivideOptions& options_;
@@ -101,13 +128,23 @@ class Propagation {
   std::vector<char> is_activation_;                      // whether each value is one
   std::vector<char> may_be_in_stream_;                   // whether each result may be
   std::vector<char> comes_from_parameter_;               // whether each value does
-  std::vector<std::vector<Layout>> kept_as_;             // forms in which each value is kept
   std::vector<std::vector<graph::ValueId>> alias_sets_;  // their values
   std::vector<bool> lasting_;                            // sets that outlive the microbatch
   std::vector<int> last_writes_;                         // last writer of each set, or -1
-  Conversions<char> conversions_;
+  std::vector<std::vector<int>> events_;  // operators that read each value, or write its storage
   const Pins no_pins_;
   bool expects_streams_ = false;
+
+  // The last run.
+  bool has_run_ = false;
+  Pins pins_;
+  std::vector<Step> steps_;
+  std::vector<ValueCost> costs_;
+  std::vector<char> is_noted_;  // whether each operator is to be treated anew
+  std::vector<char> is_stale_;  // whether the cost of each value is
+  std::vector<Layout> of_;      // while another outcome is recalled
+  std::vector<char> in_stream_;
+  bool recalls_ = false;
 };
 
 }  // namespace smp::nn::rewrite

@@ -63,7 +63,7 @@ class StreamChooser {
       if (fits && seen.insert(value).second) found.push_back(value);
     };
     for (size_t i = 0; i < graph_.operators.size(); ++i) {
-      const Treatment& treatment = best_.outcome.treatments[i];
+      const Treatment& treatment = *best_.outcome.treatments[i];
       const bool multiplies = is_product(call(i).base_name());
       for (size_t p = 0; p < call(i).tensors().size(); ++p) {
         const ValueId value = call(i).tensors()[p];
@@ -156,7 +156,7 @@ class StreamChooser {
     const Layout& home = outcome.layouts[value];
     if (pins.count(value) > 0 || home == layout) return true;
     if (!visited_.insert(value).second) return false;
-    const bool begins = !home.is_whole() || outcome.treatments[made.producer].reduced_bytes > 0;
+    const bool begins = !home.is_whole() || outcome.treatments[made.producer]->reduced_bytes > 0;
     const bool can_begin = can_be_brought(value, layout);
     bool pinned = false;
     if (!(begins && can_begin) && depth < kReachedUses) {

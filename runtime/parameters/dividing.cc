@@ -85,40 +85,37 @@ class Divider {
     if (!runtime.partitioned()) allow();
   }
 
-  /// Null: nothing is divided.
-  std::shared_ptr<const DividedGraph> preview() const {
-    auto divided = divide(nn::rewrite::why_not(captured_, options_));
-    return divided->parameters.empty() ? nullptr : divided;
+  std::shared_ptr<Division> preview() const {
+    auto division = std::make_shared<Division>();
+    division->obstacle = nn::rewrite::why_not(captured_, options_);
+    if (division->obstacle.empty()) division->made = nn::rewrite::divide(captured_, options_);
+    return division;
   }
 
-  std::shared_ptr<const DividedGraph> run() {
-    const std::string obstacle = nn::rewrite::why_not(captured_, options_);
-    auto divided = divide(obstacle);
-    for (auto& decision : divided->decisions) {
+  /// Null: nothing is divided.
+  std::shared_ptr<const DividedGraph> settle(const std::shared_ptr<Division>& division) {
+    DividedGraph& divided = division->made;
+    for (auto& decision : divided.decisions) {
       if (unfit_.count(decision.name) == 0) continue;
       decision.reason = "its memory is shared with another tensor, or has gaps";
       decision.skipped = true;
     }
-    for (auto& decision : divided->decisions) {
+    for (auto& decision : divided.decisions) {
       if (tables_.count(decision.name) == 0) continue;
       decision.reason = "it is a table of embeddings, and distribute_embedding is false";
       decision.skipped = false;
     }
-    check_options(*divided);
-    check_alike(*divided);
+    check_options(divided);
+    check_alike(divided);
     if (!runtime_.partitioned()) {
-      check_strict(*divided, obstacle);
-      report(*divided, obstacle);
+      check_strict(divided, division->obstacle);
+      report(divided, division->obstacle);
     }
-    return divided->parameters.empty() ? nullptr : divided;
+    if (division->graph() == nullptr) return nullptr;
+    return {division, &divided};
   }
 
  private:
-  std::shared_ptr<DividedGraph> divide(const std::string& obstacle) const {
-    return std::make_shared<DividedGraph>(
-        obstacle.empty() ? nn::rewrite::divide(captured_, options_) : DividedGraph());
-  }
-
   /// Finds the parameters that may be divided by their marks and kinds. A mark is the user's
   /// choice.
   void allow() {
@@ -326,20 +323,22 @@ void check_same_kernels(Runtime& runtime) {
 
 }  // namespace
 
+std::shared_ptr<Division> preview_division(Runtime& runtime, const graph::Graph& captured,
+                                           const std::string& step_name) {
+  if (!runtime.is_tensor_parallel()) return nullptr;
+  return Divider(runtime, captured, step_name).preview();
+}
+
 std::shared_ptr<const DividedGraph> divide_graph(Runtime& runtime, const graph::Graph& captured,
-                                                 const std::string& step_name) {
+                                                 const std::string& step_name,
+                                                 std::shared_ptr<Division> preview) {
   if (!runtime.is_tensor_parallel()) {
     if (!runtime.partitioned()) check_no_options(runtime);
     return nullptr;
   }
   if (!runtime.partitioned()) check_same_kernels(runtime);
-  return Divider(runtime, captured, step_name).run();
-}
-
-std::shared_ptr<const DividedGraph> preview_division(Runtime& runtime, const graph::Graph& captured,
-                                                     const std::string& step_name) {
-  if (!runtime.is_tensor_parallel()) return nullptr;
-  return Divider(runtime, captured, step_name).preview();
+  Divider divider(runtime, captured, step_name);
+  return divider.settle(preview ? preview : divider.preview());
 }
 
 void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,

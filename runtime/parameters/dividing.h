@@ -17,23 +17,31 @@
 // Models that are divided by rewriting their captured graphs. Internal.
 namespace smp::runtime {
 
+/// How a captured graph would be divided. Nothing follows from it until `divide_graph` settles it.
+struct Division {
+  std::string obstacle;  ///< why nothing of the graph can be divided; empty: something may be
+  nn::rewrite::DividedGraph made;
+
+  /// The graph that the ranks would run; null: as captured.
+  const graph::Graph* graph() const { return made.parameters.empty() ? nullptr : &made.graph; }
+};
+
+/// Divides a captured graph, whose costs are known. Every rank gets it by itself; null without
+/// tensor parallelism.
+std::shared_ptr<Division> preview_division(Runtime& runtime, const graph::Graph& captured,
+                                           const std::string& step_name);
+
 /// The graph with divided layers that the ranks of tensor-parallel groups run in place of a
-/// captured one, whose costs are known. Null: as captured, because there is one rank, or nothing
-/// can be divided, or is worth it. The first graph settles how parameters are divided, and the
-/// report; later ones follow it.
+/// captured one: that of its `preview`, which is made here where it is null. Null: as captured,
+/// because there is one rank, or nothing can be divided, or is worth it. The first graph settles
+/// how parameters are divided, and the report; later ones follow it.
 ///
 /// Collective over the world for the first graph, else over the ranks that run it together. Throws
 /// `UsageError` on all ranks where they marked different modules, and, with
 /// `strict_tensor_parallelism`, for parameters that could not be divided.
-std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(Runtime& runtime,
-                                                              const graph::Graph& captured,
-                                                              const std::string& step_name);
-
-/// The same, decided anew and without its report and errors: for predictions. Every rank gets it by
-/// itself.
-std::shared_ptr<const nn::rewrite::DividedGraph> preview_division(Runtime& runtime,
-                                                                  const graph::Graph& captured,
-                                                                  const std::string& step_name);
+std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(
+    Runtime& runtime, const graph::Graph& captured, const std::string& step_name,
+    std::shared_ptr<Division> preview = nullptr);
 
 /// Leaves this rank its part of a parameter that was whole: the same tensor, with local sizes. One
 /// without data, since it belongs to another rank of the pipeline, gets the sizes. Its gradient is

@@ -11,7 +11,6 @@
 #include "graph/live_results.h"
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
-#include "runtime/parameters/dividing.h"
 #include "runtime/step/measuring.h"
 #include "runtime/step/planning.h"
 
@@ -29,13 +28,13 @@ class Chooser {
         ranks_(runtime.topology().pp_size()),
         microbatches_(request.microbatches * runtime.batches()) {}
 
-  std::shared_ptr<const graph::Coalesced> run() {
-    std::shared_ptr<const graph::Coalesced> chosen;
+  CoalescingChoice run() {
+    CoalescingChoice chosen;
     std::string reason = why_not();
     if (reason.empty()) {
       chosen = request_.measured ? fastest(reason) : like_the_first(reason);
     }
-    report(chosen.get(), reason);
+    report(chosen.coalesced.get(), reason);
     return chosen;
   }
 
@@ -93,37 +92,45 @@ class Chooser {
     return nullptr;
   }
 
-  /// The predicted time of a step that runs the graph, or what ranks that divide it run.
-  double step_us(const graph::Graph& graph, int factor) const {
-    const auto divided = preview_division(runtime_, graph, request_.step_name);
-    return predicted_step_us(runtime_, divided ? divided->graph : graph,
+  /// Divides what a candidate runs, where ranks do.
+  CoalescingChoice candidate(std::shared_ptr<const graph::Coalesced> coalesced) const {
+    const graph::Graph& graph = coalesced ? coalesced->graph : request_.graph;
+    return {std::move(coalesced), preview_division(runtime_, graph, request_.step_name)};
+  }
+
+  /// The predicted time of a step.
+  double step_us(const CoalescingChoice& choice, int factor) const {
+    const graph::Graph* divided = choice.division ? choice.division->graph() : nullptr;
+    const graph::Graph& captured = choice.coalesced ? choice.coalesced->graph : request_.graph;
+    return predicted_step_us(runtime_, divided != nullptr ? *divided : captured,
                              static_cast<int>(microbatches_ / factor));
   }
 
-  double predict(const graph::Graph& graph, int factor) {
+  double predict(const CoalescingChoice& choice, int factor) {
     const int64_t left = microbatches_ / factor;
-    const double us = step_us(graph, factor);
+    const double us = step_us(choice, factor);
     predictions_ += c10::str(predictions_.empty() ? "" : ", ", left, " of ", factor, ": ",
                              partitioner::format_time(us));
     return us;
   }
 
   /// Measures each number that is possible.
-  std::shared_ptr<const graph::Coalesced> fastest(std::string& reason) {
-    std::shared_ptr<const graph::Coalesced> best;
-    double shortest = predict(request_.graph, 1);
+  CoalescingChoice fastest(std::string& reason) {
+    CoalescingChoice best = candidate(nullptr);
+    double shortest = predict(best, 1);
     for (int factor : factors()) {
-      auto made = make(factor, reason);
+      const auto made = make(factor, reason);
       if (!made) break;  // more samples will not do better
       measure_costs_once(runtime_, made->graph, request_.inputs(request_.microbatches / factor),
                          request_.key, {}, request_.step_name);
-      const double us = predict(made->graph, factor);
+      CoalescingChoice tried = candidate(made);
+      const double us = predict(tried, factor);
       if (us >= shortest * (1 - kWorthwhile)) continue;
       shortest = us;
-      best = std::move(made);
+      best = std::move(tried);
     }
-    if (best) {
-      runtime_.first_step.coalescing = best->map.factor;
+    if (best.coalesced) {
+      runtime_.first_step.coalescing = best.coalesced->map.factor;
     } else if (reason.empty()) {
       reason = "nothing else is predicted to be faster";
       runtime_.first_step.coalescing = 1;
@@ -133,7 +140,7 @@ class Chooser {
 
   /// Coalesces as many as the first graph does, or, where none was measured, as leaves two for each
   /// rank.
-  std::shared_ptr<const graph::Coalesced> like_the_first(std::string& reason) {
+  CoalescingChoice like_the_first(std::string& reason) {
     const int64_t most = runtime_.first_step.coalescing > 0
                              ? runtime_.first_step.coalescing
                              : std::max<int64_t>(microbatches_ / (2 * ranks_), 1);
@@ -142,14 +149,15 @@ class Chooser {
       if (factor <= most) chosen = factor;
     }
     reason = "the first graph does";
-    if (chosen == 1) return nullptr;
-    auto made = make(chosen, reason);
-    if (!made) return nullptr;
+    if (chosen == 1) return {};
+    const auto made = make(chosen, reason);
+    if (!made) return {};
     partitioner::estimate_costs(made->graph, runtime_.first_step.measured.get(),
                                 runtime_.first_step.costs.compute);
-    if (step_us(made->graph, chosen) < std::numeric_limits<double>::infinity()) return made;
+    CoalescingChoice choice = candidate(made);
+    if (step_us(choice, chosen) < std::numeric_limits<double>::infinity()) return choice;
     reason = "there is no plan for more samples at once";
-    return nullptr;
+    return {};
   }
 
   void report(const graph::Coalesced* chosen, const std::string& reason) const {
@@ -177,9 +185,8 @@ class Chooser {
 
 }  // namespace
 
-std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
-                                                          const CoalescingRequest& request) {
-  if (runtime.config().numerics() != "fast" || request.microbatches == 1) return nullptr;
+CoalescingChoice choose_coalescing(Runtime& runtime, const CoalescingRequest& request) {
+  if (runtime.config().numerics() != "fast" || request.microbatches == 1) return {};
   return Chooser(runtime, request).run();
 }
 

@@ -13,6 +13,7 @@
 #include "graph/graph.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/runtime.h"
 
 namespace smp::runtime {
@@ -31,13 +32,19 @@ struct CoalescingRequest {
   std::function<graph::TraceResult(const std::vector<at::Tensor>&)> capture;
 };
 
+/// The graph that a step runs. Internal.
+struct CoalescingChoice {
+  std::shared_ptr<const graph::Coalesced> coalesced;  ///< null: microbatches run one by one
+  /// Its division, where the choice was made by that; else null.
+  std::shared_ptr<Division> division;
+};
+
 /// Chooses, with `"numerics": "fast"`, how many microbatches of the step run as one, and the graph
-/// that does it, with costs; null if they run one by one. It takes the number that is predicted to
-/// be fastest, by costs measured for each candidate number, and later graphs follow the first. Says
-/// its decision and the reason in the log. The same on all ranks of a pipeline and its
-/// tensor-parallel groups, and on all replicas that run as many microbatches of the graph;
-/// collective over those ranks, and over the world if the times are measured.
-std::shared_ptr<const graph::Coalesced> choose_coalescing(Runtime& runtime,
-                                                          const CoalescingRequest& request);
+/// that does it, with costs. It takes the number that is predicted to be fastest, by costs measured
+/// for each candidate number, and later graphs follow the first. Says its decision and the reason
+/// in the log. The same on all ranks of a pipeline and its tensor-parallel groups, and on all
+/// replicas that run as many microbatches of the graph; collective over those ranks, and over the
+/// world if the times are measured.
+CoalescingChoice choose_coalescing(Runtime& runtime, const CoalescingRequest& request);
 
 }  // namespace smp::runtime

@@ -12,6 +12,7 @@
 #include "dp/parameter_slices.h"
 #include "dp/replica_state.h"
 #include "graph/below_autograd.h"
+#include "graph/leaf.h"
 #include "pipeline/message.h"
 #include "runtime/model.h"
 #include "runtime/parameters/foreign.h"
@@ -395,9 +396,18 @@ pipeline::Executor::Step Program::operands(const Inputs& inputs) {
   return step;
 }
 
+/// A leaf's call is another one at each run, but no device graph holds a leaf.
+bool Program::changes_numbers() const {
+  const auto is_number = [&](const std::pair<int, int>& overridden) {
+    return !graph::is_leaf(graph_->operators[overridden.first].handle);
+  };
+  return !overridden_contents_.empty() ||
+         std::any_of(overridden_constants_.begin(), overridden_constants_.end(), is_number);
+}
+
 /// See `Executor::Step`.
 std::string Program::why_no_graphs(const Inputs& inputs) const {
-  if (has_overrides()) return "numbers that the step function uses change between its calls";
+  if (changes_numbers()) return "numbers that the step function uses change between its calls";
   if (replay_check_ || recording_)
     return "computations are recorded (\"replay_check\", \"record_hashes\")";
   if (runtime_->config().gradient_accumulation_fusion())

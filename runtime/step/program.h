@@ -97,6 +97,7 @@ class Program : public std::enable_shared_from_this<Program> {
   void make_records(const graph::Graph& captured);
   pipeline::Executor::Step operands(const Inputs& inputs);
   void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
+  bool changes_numbers() const;
   std::string why_no_graphs(const Inputs& inputs) const;
   bool has_overrides() const {
     return !overridden_constants_.empty() || !overridden_contents_.empty();

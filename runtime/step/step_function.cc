@@ -32,7 +32,6 @@
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
 #include "runtime/step/captured_tensors.h"
-#include "runtime/step/coalescing.h"
 #include "runtime/step/leaf_writes.h"
 #include "runtime/step/measuring.h"
 #include "runtime/step/microbatches.h"
@@ -476,9 +475,7 @@ graph::RandomKey StepFunction::random_key() const {
 }
 
 /// Captures the function on the samples of several microbatches, if they may run as one.
-std::shared_ptr<const graph::Coalesced> StepFunction::coalesce(const Traced& traced,
-                                                               const StepCall& call,
-                                                               bool measured) {
+CoalescingChoice StepFunction::coalesce(const Traced& traced, const StepCall& call, bool measured) {
   const FlagScope in_step(runtime_->current_step.is_running);
   CoalescingRequest request{
       name_, *traced.found, call.microbatches, measured, runs_each_microbatch(call), {}, {}, {}};
@@ -515,11 +512,11 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
     partitioner::estimate_costs(*traced.found, runtime_->first_step.measured.get(),
                                 runtime_->first_step.costs.compute);
   }
-  const auto coalesced = coalesce(traced, call, measured);
+  const auto [coalesced, division] = coalesce(traced, call, measured);
   std::shared_ptr<const graph::Graph> runs = traced.found;
   if (coalesced) runs = {coalesced, &coalesced->graph};
   graph::GraphMap map = coalesced ? coalesced->map : graph::GraphMap::in_order(*runs);
-  const auto divided = divide_graph(*runtime_, *runs, name_);
+  const auto divided = divide_graph(*runtime_, *runs, name_, division);
   if (divided) {
     runs = {divided, &divided->graph};
     map = graph::compose(map, divided->map);

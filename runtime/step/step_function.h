@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "graph/coalesce.h"
 #include "graph/graph_map.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
+#include "runtime/step/coalescing.h"
 #include "runtime/step/program.h"
 #include "smp/detail/step_call.h"
 #include "smp/step_options.h"
@@ -101,8 +101,7 @@ class StepFunction {
   void forget_oldest();
   Prepared& prepare(const Traced& traced, const StepCall& call,
                     const std::vector<std::vector<at::Tensor>>& inputs);
-  std::shared_ptr<const graph::Coalesced> coalesce(const Traced& traced, const StepCall& call,
-                                                   bool measured);
+  CoalescingChoice coalesce(const Traced& traced, const StepCall& call, bool measured);
   bool move_in(Batches& batches, const Program& program) const;
   Program::Inputs inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
                             std::vector<std::vector<at::Tensor>> inputs) const;

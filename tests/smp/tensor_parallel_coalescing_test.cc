@@ -2,8 +2,10 @@
 // `numerics: "fast"` on ranks that divide layers: microbatches that run as one, against plain
 // libtorch that runs them one by one, and against ranks without divided layers, in float64.
 
+#include <atomic>
 #include <filesystem>
 
+#include "nn/rewrite/rule.h"
 #include "smp/nn.h"
 #include "tests/smp/models.h"
 #include "tests/smp/tensor_parallel_run.h"
@@ -79,6 +81,40 @@ FastRun run_fast(const TensorLayout& layout,
   static_cast<Trace&>(run.outcome) = training.run_on_ranks();
   run.log = ::testing::internal::GetCapturedStderr();
   return run;
+}
+
+/// How often rules are asked about the operator `sinc` of two divided layers in the first step.
+int divisions_asked(const char* numerics) {
+  std::atomic<int> asked{0};
+  nn::rewrite::register_rule("aten::sinc", [&](const nn::rewrite::Call& call) {
+    ++asked;
+    return nn::rewrite::elementwise(call);
+  });
+  const auto config =
+      Config().ddp(true).tensor_parallel_degree(2).microbatches(2).skip_tracing(true);
+  run_as_threads(2, Config(config).numerics(numerics), [] {
+    torch::manual_seed(1);
+    torch::nn::Sequential net(torch::nn::Linear(8, 64),
+                              torch::nn::Functional([](torch::Tensor x) { return x.sinc(); }),
+                              torch::nn::Linear(64, 8));
+    set_tensor_parallelism(net);
+    DistributedModel<torch::nn::Sequential> model(net);
+    auto train = step([&](torch::Tensor x) {
+      auto loss = model(x).square().mean();
+      model->backward(loss);
+      return loss;
+    });
+    train(torch::ones({2, 8}));
+  });
+  nn::rewrite::register_rule("aten::sinc", nn::rewrite::elementwise);
+  return asked;
+}
+
+/// The graph whose step was predicted is not divided a second time to be run.
+TEST(FastDivision, IsMadeOncePerGraph) {
+  const int of_one_graph = divisions_asked("exact");
+  EXPECT_GT(of_one_graph, 0);
+  EXPECT_EQ(divisions_asked("fast"), of_one_graph);
 }
 
 struct FastLayout {
