@@ -253,8 +253,8 @@ std::vector<Parameter> partition_rows() {
           "step, the name of a GPU (`h100`) is that one's data sheet, and anything else is a JSON "
           "file (see docs/partitioning.md)."),
       boolean("trace_memory_usage", false,
-              "Measure in the first step the memory kept from forward to backward. `false` takes "
-              "it to be that of the operators' results."),
+              "Measure in the first step also the memory that operators keep for the backward "
+              "beside their arguments and results, such as masks and casts."),
       boolean("skip_tracing", false,
               "Run nothing to measure the model: estimate times and memory from shapes."),
       boolean("delayed_parameter_initialization", true,
@@ -286,8 +286,8 @@ std::vector<Parameter> rank_rows() {
           .error("Invalid port number {value}."),
       text("ddp_dist_backend", "auto",
            "How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group "
-           "has a GPU of its own in a build for CUDA, otherwise host memory; with `nccl` anything "
-           "else is an error (see docs/cuda.md).")
+           "has a GPU of its own in a build for CUDA, otherwise shared memory of GPUs or of the "
+           "host; with `nccl` anything else is an error (see docs/cuda.md).")
           .values({"auto", "nccl"})
           .needs("ddp"),
       number("bucket_cap_mb", 25.0,

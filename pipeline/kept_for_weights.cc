@@ -64,6 +64,16 @@ bool is_autocast(const Operator& op, const Value& argument) {
   return is_on && op.handle.hasKernelForDispatchKey(key);
 }
 
+/// Whether the operator is made of functions that `SplitBackward` divides: products of each weight
+/// with all rows of the input, or with states, of which there are as many.
+bool is_recurrent(const Graph& graph, const Operator& op) {
+  static const std::set<std::string> names = {"aten::gru",      "aten::gru_cell",
+                                              "aten::rnn_relu", "aten::rnn_relu_cell",
+                                              "aten::rnn_tanh", "aten::rnn_tanh_cell"};
+  return names.count(op.handle.schema().name()) > 0 &&
+         graph.values[op.arguments[0].values[0]].meta.device.is_cpu();
+}
+
 /// The facts of a graph that do not depend on its stages.
 class GraphFacts {
  public:
@@ -127,7 +137,8 @@ class WeightHalf {
   KeptForWeights kept() const {
     KeptForWeights kept;
     for (const auto& [set, bytes] : storages_) kept.saved += static_cast<double>(bytes);
-    kept.saved += static_cast<double>(casts_);
+    kept.saved += static_cast<double>(hidden_);
+    kept.gradients = static_cast<double>(hidden_gradients_);
     for (const ValueId id : gradients_) {
       kept.gradients += static_cast<double>(graph_.values[id].meta.nbytes());
     }
@@ -148,6 +159,7 @@ class WeightHalf {
     if (has_input) leads_to_input_.insert(op.results.begin(), op.results.end());
     if (weights.empty()) return;
     const auto* saved = graph::saved_arguments_if_divisible(op);
+    if (has_input && is_recurrent(graph_, op)) return keep_products(op, weights);
     if (saved == nullptr && has_input) {  // computed in the first half
       for (const ValueId id : weights) keep_gradient(id);
       return;
@@ -171,6 +183,19 @@ class WeightHalf {
     }
   }
 
+  /// Keeps of each product the factor of the weight, and the gradient of the result.
+  void keep_products(const Operator& op, const std::vector<ValueId>& weights) {
+    const graph::TensorMeta& input = graph_.values[op.arguments[0].values[0]].meta;
+    const int64_t rows = input.numel() / input.sizes.back();
+    for (const ValueId id : weights) {
+      const graph::TensorMeta& weight = graph_.values[id].meta;
+      if (weight.sizes.size() != 2) continue;
+      const auto bytes = rows * static_cast<int64_t>(c10::elementSize(weight.dtype));
+      hidden_ += bytes * weight.sizes[1];
+      hidden_gradients_ += bytes * weight.sizes[0];
+    }
+  }
+
   /// If autocast casts the argument, the copy is saved.
   void keep_argument(int index, ValueId id) {
     const Operator& op = graph_.operators[index];
@@ -180,7 +205,7 @@ class WeightHalf {
                          is_autocast(op, graph_.values[id]);
     if (!is_cast) return keep_storage(id);
     if (is_in(facts_.casts[index], id)) return;  // shared by all microbatches
-    casts_ += argument.numel() * static_cast<int64_t>(c10::elementSize(type));
+    hidden_ += argument.numel() * static_cast<int64_t>(c10::elementSize(type));
   }
 
   /// For an operator that only weights are behind. Views save nothing.
@@ -209,7 +234,8 @@ class WeightHalf {
   std::set<ValueId> leads_to_input_;  // values from which a gradient goes to another stage
   std::set<ValueId> gradients_;       // one for each memory
   std::map<int, int64_t> storages_;   // alias sets
-  int64_t casts_ = 0;
+  int64_t hidden_ = 0;                // bytes of tensors that are no values: casts, states
+  int64_t hidden_gradients_ = 0;      // the same
 };
 
 }  // namespace

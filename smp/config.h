@@ -315,8 +315,8 @@ class SMP_API Config {
   Config& cost_model(std::string value) { return set("cost_model", std::move(value)); }
   std::string cost_model() const { return std::get<std::string>(get("cost_model")); }
 
-  /// Measure in the first step the memory kept from forward to backward. `false` takes it to be
-  /// that of the operators' results. Default: false.
+  /// Measure in the first step also the memory that operators keep for the backward beside their
+  /// arguments and results, such as masks and casts. Default: false.
   Config& trace_memory_usage(bool value) { return set("trace_memory_usage", value); }
   bool trace_memory_usage() const { return std::get<bool>(get("trace_memory_usage")); }
 
@@ -364,8 +364,8 @@ class SMP_API Config {
   /// The values of `ddp_dist_backend`.
   enum class DdpDistBackend { kAuto, kNccl };
   /// How tensors of GPUs go from rank to rank: `auto` takes NCCL where each rank of a group has a
-  /// GPU of its own in a build for CUDA, otherwise host memory; with `nccl` anything else is an
-  /// error (see docs/cuda.md). Default: "auto".
+  /// GPU of its own in a build for CUDA, otherwise shared memory of GPUs or of the host; with
+  /// `nccl` anything else is an error (see docs/cuda.md). Default: "auto".
   Config& ddp_dist_backend(DdpDistBackend value) {
     return choose("ddp_dist_backend", static_cast<size_t>(value));
   }

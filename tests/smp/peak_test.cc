@@ -233,6 +233,36 @@ TEST_P(PeakOfHalves, IsPredictedForOtherOperators) {
                                    torch::randn({kMicrobatches * 1024, OthersImpl::kSize}));
 }
 
+/// Each is one operator, made of products with the weights that a backward divides.
+struct RecurrentNetImpl : torch::nn::Module {
+  RecurrentNetImpl() {
+    for (int i = 0; i < 4; ++i) {
+      grus.push_back(register_module(c10::str("gru", i), torch::nn::GRU(kSize, kSize)));
+      rnns.push_back(register_module(c10::str("rnn", i), torch::nn::RNN(kSize, kSize)));
+    }
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    auto y = x.transpose(0, 1).contiguous();
+    for (size_t i = 0; i < grus.size(); ++i) {
+      y = std::get<0>(rnns[i](std::get<0>(grus[i](y))));
+    }
+    return y;
+  }
+
+  static constexpr int64_t kSize = 32;
+  std::vector<torch::nn::GRU> grus;
+  std::vector<torch::nn::RNN> rnns;
+};
+TORCH_MODULE(RecurrentNet);
+
+TEST_P(PeakOfHalves, IsPredictedForRecurrentLayers) {
+  torch::manual_seed(5);
+  expect_predicted(peaks_of<RecurrentNet>(
+      config_of(GetParam()).trace_memory_usage(true),
+      torch::randn({kMicrobatches * 64, 16, RecurrentNetImpl::kSize}),
+      [](RecurrentNet& net, const torch::Tensor& x) { return net->forward(x); }));
+}
+
 const auto kSchedules =
     ::testing::Values("simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
                       "breadth_first", "zb_h1", "zb_h2", "zbv");
