@@ -11,6 +11,7 @@ way. Each program has a limit of its own; one that exceeds it leaves the stacks 
 the log. The exit status is 0 if all passed.
 """
 import argparse
+import collections
 import concurrent.futures
 import gzip
 import importlib.util
@@ -37,13 +38,16 @@ PROGRAMS = (*TESTS, "gpt", "gpu")
 AT_ONCE = 4  # programs that share the GPU while no time is measured
 GRACE = 5  # seconds that the other ranks of a job have when one has failed
 STACKS = 40  # seconds that a debugger has
-AGAIN = 45  # seconds for the failures of `find`
+AGAIN = 45  # seconds for those of a program whose tests failed in `find`
 LEAST = 2  # seconds with which a program is worth starting
 
 # Ways of `bench:gpu --count STEPS WAY`, and the names that their rows have without --count.
 WAYS = {"plain": "GPT, plain libtorch", "1": "GPT, 1 rank", "1g": "GPT, 1 rank, CUDA graphs",
         "2": "GPT, 2 stages", "2g": "GPT, 2 stages, CUDA graphs"}
 COUNTED_STEPS = (5, 15)
+# Jobs of `gpt` on two stages that share a GPU, whose calls are counted as well: their variables.
+SHARING = {"GPT example, two processes": {},
+           "GPT example, two processes, through host memory": {"SMP_DEVICE_IPC": "0"}}
 
 # Layouts of `gpt`, with their ranks, which have the same losses: one seed, one set of sums.
 EXAMPLE = {"deterministic": True, "microbatches": 4, "gradient_shards": 2}
@@ -158,6 +162,14 @@ def tool(name):
     return shutil.which(name, path=path) or name
 
 
+def line_of(file):
+    """The text of a file of /proc, which a kernel need not have."""
+    try:
+        return text_of(file.read_bytes()).strip()
+    except OSError as error:
+        return error.strerror
+
+
 def kernel_stacks(group):
     """The kernel's view of each thread of a group's processes: its name, and where it waits."""
     lines = []
@@ -165,13 +177,13 @@ def kernel_stacks(group):
         try:
             if os.getpgid(int(process.name)) != group:
                 continue
-            for thread in sorted((process / "task").iterdir(), key=lambda path: int(path.name)):
-                name, place, call = (text_of((thread / file).read_bytes()).strip()
-                                     for file in ("comm", "wchan", "syscall"))
-                lines.append(f"process {process.name} thread {thread.name} {name}: {place}, "
-                             f"system call {call}")
-        except OSError as error:  # it has ended meanwhile, or hides
-            lines.append(f"process {process.name}: {error}")
+            threads = sorted((process / "task").iterdir(), key=lambda path: int(path.name))
+        except OSError:  # it has ended meanwhile
+            continue
+        for thread in threads:
+            name, place, call = (line_of(thread / file) for file in ("comm", "wchan", "syscall"))
+            lines.append(f"process {process.name} thread {thread.name} {name}: {place}, "
+                         f"system call {call}")
     return "\n".join(lines).encode() + b"\n"
 
 
@@ -190,12 +202,14 @@ class Bundle:
     def environment(self, check):
         """The inherited one; programs find torch's libraries and the bundle's before its own.
 
-        The inherited path may be the one to the driver's.
+        The inherited path may be the one to the driver's. A program that crashes shows its stack.
         """
-        own = dict(os.environ, **check.environment)
+        own = dict(os.environ, PYTHONFAULTHANDLER="1", **check.environment)
         if check.native:
             paths = [self.libraries, os.environ.get("LD_LIBRARY_PATH", "")]
-            own.update(LD_LIBRARY_PATH=":".join(filter(None, paths)), OMP_NUM_THREADS="1")
+            preloaded = [str(HERE / "crash_stack.so"), own.get("LD_PRELOAD", "")]
+            own.update(LD_LIBRARY_PATH=":".join(filter(None, paths)), OMP_NUM_THREADS="1",
+                       LD_PRELOAD=":".join(filter(None, preloaded)))
         return own
 
     def start(self, check, folder):
@@ -341,13 +355,17 @@ def example_check(bundle, name, ranks, config):
 
 
 def losses_row(bundle):
-    """Whether all layouts of the example have the same losses, and the row that says so."""
+    """Whether all layouts of the example have the same losses, which fall, and a row that says so."""
     files = {name: bundle.work / f"{name}.losses" for name in EXAMPLES}
-    losses = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
-    first = next(iter(losses.values()))
-    others = [name for name, text in losses.items() if not text or text != first]
-    result = "other bits or none: " + ", ".join(others) if others else f"equal in {len(losses)} ways"
-    return [("GPT example, losses of 20 steps", result, "")], not others
+    texts = {name: file.read_text() if file.exists() else "" for name, file in files.items()}
+    first = next(iter(texts.values()))
+    others = [name for name, text in texts.items() if not text or text != first]
+    losses = [float.fromhex(line.split()[-1]) for line in first.splitlines()]
+    falls = bool(losses) and losses[-1] < losses[0]
+    result = ("other bits or none: " + ", ".join(others) if others else
+              f"equal in {len(texts)} ways" if falls else
+              f"equal in {len(texts)} ways, but from {losses[0]:g} to {losses[-1]:g}")
+    return [("GPT example, losses of 20 steps", result, "")], not others and falls
 
 
 def find_checks(bundle, gpus, cases):
@@ -364,19 +382,26 @@ def find_checks(bundle, gpus, cases):
         *(example_check(bundle, name, *way) for name, way in EXAMPLES.items())]
 
 
+def hung(outcome):
+    return None in outcome.statuses
+
+
 def failed_checks(outcomes):
-    """The failures once more: one check for each program, with the launch that fails named."""
+    """The failures once more: one check for each program, with the launch that fails named.
+
+    Those that hung come last: they may take all the time that there is.
+    """
     programs = {}
     for outcome in outcomes:
         if outcome.statuses and not rows_of(outcome)[1]:
             key = (*outcome.check.command, outcome.check.ranks, outcome.check.least_gpus)
             programs.setdefault(key, []).append(outcome)
     checks = []
-    for failed in programs.values():
+    for failed in sorted(programs.values(), key=lambda failed: any(map(hung, failed))):
         check, tests = failed[0].check, [Tests(outcome.outputs) for outcome in failed]
         names = [name for each in tests for name in each.failed + each.unfinished]
-        environment = dict({} if names else check.environment,
-                           CUDA_LAUNCH_BLOCKING="1", TORCH_SHOW_CPP_STACKTRACES="1")
+        environment = dict({} if names else check.environment, CUDA_LAUNCH_BLOCKING="1",
+                           TORCH_SHOW_CPP_STACKTRACES="1", SMP_BACKTRACE="1")
         checks.append(Check(f"again, blocking launches: {check.name}", check.command, AGAIN,
                             check.kind, check.ranks, check.least_gpus,
                             ":".join(names) or check.filter, environment))
@@ -390,10 +415,29 @@ def card_check(when):
                  kind="lines", native=False)
 
 
+def counted_checks(bundle):
+    """Programs that train, each with fewer and with more steps."""
+    file = bundle.work / "two stages.json"
+    file.write_text(json.dumps({"partitions": 2, "microbatches": 4}))
+    bench = [bundle.work / "gpu", "--count"]
+    job = [bundle.work / "gpt", "--device", "cuda", "--data", HERE / "text.txt", "--config", file]
+    programs = [(name, 1, {}, lambda steps, way=way: [*bench, steps, way])
+                for way, name in WAYS.items()]
+    programs += [(name, 2, variables, lambda steps: [*job, "--steps", steps])
+                 for name, variables in SHARING.items()]
+    counted = {"LD_PRELOAD": str(HERE / "count_calls.so")}
+    return [Check(f"calls of {name}, {steps} steps", command(steps), 60, kind="quick", ranks=ranks,
+                  environment=counted | variables)
+            for name, ranks, variables, command in programs for steps in COUNTED_STEPS]
+
+
 def calls_of(outcome):
-    """How often each function of CUDA was called, from the output of count_calls.so."""
-    lines = re.findall(r"count_calls (\w+) (\d+)\n", text_of(b"".join(outcome.outputs)))
-    return {name: int(count) for name, count in lines}
+    """How often the ranks called each function of CUDA, from the outputs of count_calls.so."""
+    calls = collections.Counter()
+    text = text_of(b"".join(outcome.outputs))
+    for name, count in re.findall(r"count_calls (\w+) (\d+)\n", text):
+        calls[name] += int(count)
+    return calls
 
 
 def calls_a_step(name, few, many):
@@ -420,17 +464,20 @@ class Run:
             return list(pool.map(one, checks))
 
     def __call__(self):
+        """Each group has its part of the time that is left, whatever hangs in those before it."""
         gpus = self.machine()
         if gpus == 0:
             self.report.write([("torch", "finds no GPU on this machine", "")], well=False)
             return
-        for group in GROUPS:
-            if group in self.groups:
-                try:
-                    getattr(self, group)(gpus)
-                except Exception:  # a fault of this program costs a group only
-                    self.report.write([(group, "run itself failed, see log.txt", "")], False,
-                                      traceback.format_exc().encode())
+        end, groups = self.deadline, [group for group in GROUPS if group in self.groups]
+        for number, group in enumerate(groups):
+            now = time.monotonic()
+            self.deadline = now + (end - now) / (len(groups) - number)
+            try:
+                getattr(self, group)(gpus)
+            except Exception:  # a fault of this program costs a group only
+                self.report.write([(group, "run itself failed, see log.txt", "")], False,
+                                  traceback.format_exc().encode())
 
     def machine(self):
         """Puts the machine at the head of the table, and returns the number of its GPUs."""
@@ -453,19 +500,14 @@ class Run:
     def speed(self, _):
         self.block([
             card_check("before"),
-            Check("speed and memory", [self.bundle.work / "gpu"], 170, kind="bench"),
+            Check("speed and memory", [self.bundle.work / "gpu"], 100, kind="bench"),
             Check("PyTorch", [sys.executable, HERE / "gpu_graphs.py"], 120, kind="bench",
                   native=False),
             card_check("after")])
 
     def deep(self, _):
-        environment = {"LD_PRELOAD": str(HERE / "count_calls.so")}
-        outcomes = iter(self.block(
-            [Check(f"calls of {name}, {steps} steps",
-                   [self.bundle.work / "gpu", "--count", steps, way], 60, kind="quick",
-                   environment=environment)
-             for way, name in WAYS.items() for steps in COUNTED_STEPS], AT_ONCE))
-        for name in WAYS.values():
+        outcomes = iter(self.block(counted_checks(self.bundle), AT_ONCE))
+        for name in (*WAYS.values(), *SHARING):
             few, many = (calls_of(next(outcomes)) for _ in COUNTED_STEPS)
             rows = calls_a_step(name, few, many) if few and many else [
                 (f"{name}: calls a step", "not counted", "")]

@@ -11,11 +11,13 @@ import sys
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 SCRIPT = sys.argv.pop(1)
 SMALL_BENCH = sys.argv.pop(1)
 COUNT_CALLS = sys.argv.pop(1)
 COUNTED_PROGRAM = sys.argv.pop(1)
+CRASH_STACK = sys.argv.pop(1)
 sys.path.insert(0, os.path.dirname(SCRIPT))
 import gpu_report  # noqa: E402
 import gpu_run  # noqa: E402
@@ -132,6 +134,36 @@ class Results(unittest.TestCase):
         self.assertEqual(gpu_run.calls_of(outcome("quick", output)),
                          {"cudaMalloc": 12, "__cudaLaunchKernel": 3})
 
+    def test_calls_are_those_of_all_ranks(self):
+        ended = gpu_run.Outcome(gpu_run.Check("it", ["it"], 1, "quick", ranks=2), [0, 0], [
+            b"count_calls cudaMalloc 12\n", b"count_calls cudaMalloc 3\ncount_calls cudaFree 1\n"])
+        self.assertEqual(gpu_run.calls_of(ended), {"cudaMalloc": 15, "cudaFree": 1})
+
+    def test_each_group_has_its_part_of_the_time_that_is_left(self):
+        """And what one leaves over goes to those behind it."""
+        now, deadlines = 0, []
+
+        class Groups(gpu_run.Run):
+            def machine(self):
+                return 1
+
+            def find(self, _):
+                nonlocal now
+                deadlines.append(self.deadline)
+                now += 40
+
+            def speed(self, _):
+                nonlocal now
+                deadlines.append(self.deadline)
+                now = self.deadline
+
+            def deep(self, _):
+                deadlines.append(self.deadline)
+
+        with unittest.mock.patch("gpu_run.time.monotonic", lambda: now):
+            Groups(None, None, ["deep", "speed", "find"], 300)()
+        self.assertEqual(deadlines, [100, 170, 300])
+
 
 class Bundles(unittest.TestCase):
     """A folder with shell scripts in place of the bundle's programs, and a torch of two lines."""
@@ -148,6 +180,7 @@ class Bundles(unittest.TestCase):
             "    get_device_name = staticmethod(lambda index: 'made up')\n"
             "class version:\n    cuda = '13.0'\n__version__ = '2.11.0'\n")
         self.tool("cuda-gdb", 'echo "stacks of process $4"')
+        shutil.copy(CRASH_STACK, self.here / "crash_stack.so")
 
     def tool(self, name, script):
         (self.tools / name).write_text("#!/bin/sh\n" + script)
@@ -210,6 +243,27 @@ class Programs(Bundles):
         text = self.run_script("exec sleep 3600", limit=0.1).stacks.decode()
         self.assertRegex(text, r"(?s)cuda-gdb: hung\nprocess \d+ thread \d+ ")
 
+    def test_a_kernel_that_does_not_tell_is_quoted(self):
+        self.assertEqual(gpu_run.line_of(self.folder / "none"), "No such file or directory")
+
+    def test_a_crash_leaves_its_stack(self):
+        for fault, number in (("SEGV", -11), ("ABRT", -6)):
+            ended = self.run_script(f"kill -{fault} $$")
+            self.assertEqual(ended.statuses, [number])
+            self.assertRegex(ended.outputs[0].decode(), r"(?s)^crash_stack:\n.*libc\.so\.6\(.*\n")
+
+    def test_a_crash_of_python_leaves_its_stack(self):
+        bundle = gpu_run.Bundle(self.folder / "work")
+        command = [sys.executable, "-c", "import os; os.abort()"]
+        ended = bundle.run(gpu_run.Check("it", command, 600, native=False), time.monotonic() + 600)
+        self.assertEqual(ended.statuses, [-6])
+        self.assertIn("Current thread", ended.outputs[0].decode())
+
+    def test_what_is_preloaded_otherwise_comes_behind_it(self):
+        other = os.path.abspath(COUNT_CALLS)
+        ended = self.run_script("echo $LD_PRELOAD", environment={"LD_PRELOAD": other})
+        self.assertEqual(ended.outputs[0].decode(), f"{self.here}/crash_stack.so:{other}\n")
+
     def test_what_a_program_has_started_ends_with_it(self):
         ended = self.run_script("sleep 3600 >/dev/null 2>&1 & echo $!")
         wait_for_the_end_of(int(ended.outputs[0]))
@@ -263,6 +317,16 @@ class Programs(Bundles):
         self.assertEqual(set(names[1]) - set(names[0]), {"two processes, two GPUs, NCCL"})
         self.assertIn("parity of models, 2 of 2", names[0])
 
+    def test_losses_that_do_not_fall_are_a_failure(self):
+        bundle = gpu_run.Bundle(self.folder / "work")
+        for losses, row in ((("0x1p+1", "0x1p+0"), "equal in 6 ways"),
+                            (("0x0p+0", "0x0p+0"), "equal in 6 ways, but from 0 to 0"),
+                            (("0x1p+1", "nan"), "equal in 6 ways, but from 2 to nan")):
+            for name in gpu_run.EXAMPLES:
+                (bundle.work / f"{name}.losses").write_text("0 %s\n1 %s\n" % losses)
+            self.assertEqual(gpu_run.losses_row(bundle), (
+                [("GPT example, losses of 20 steps", row, "")], row == "equal in 6 ways"))
+
     def test_what_failed_runs_again_with_the_launch_named(self):
         self.pack("it", PASSES)
         bundle = gpu_run.Bundle(self.folder / "work")
@@ -272,10 +336,11 @@ class Programs(Bundles):
                    b"[       OK ] S.c (1 ms)"]
         ended = [gpu_run.Outcome(check, [status], [output]) for check, status, output in zip(
             [*parts, alone], [None, 1, 0, 1], [*outputs, b""])]
-        tests, program = gpu_run.failed_checks(ended)
+        program, tests = gpu_run.failed_checks(ended)
         self.assertEqual(tests.arguments(), [
             str(bundle.work / "it"), "--gtest_filter=L/P.Bad/7:S.slow:S.b"])
-        blocking = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+        blocking = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1",
+                    "SMP_BACKTRACE": "1"}
         self.assertEqual((tests.environment, program.environment), (blocking, blocking))
         self.assertEqual(tests.limit, 45)
         self.assertEqual((program.arguments()[1:], program.kind), (["-x"], "program"))
@@ -291,7 +356,11 @@ class Whole(Bundles):
         for name in gpu_run.TESTS:
             self.pack(name, PASSES)
         self.pack("gpt", """[ -f $4 ] && echo held out
-while [ $# -gt 1 ]; do [ "$1" = --losses ] && echo 0 0x1p+0 >"$2"; shift; done""")
+while [ $# -gt 1 ]; do
+  [ "$1" = --losses ] && printf '0 0x1p+1\\n1 0x1p+0\\n' >"$2"
+  [ "$1" = --steps ] && echo "count_calls cudaMemcpy $(($2 * (${SMP_DEVICE_IPC-1} ? 4 : 8)))" >&2
+  shift
+done""")
         (self.here / "text.txt").write_text("text")
         self.pack("gpu", """[ "$1" = --count ] || { printf 'GPT\\t12\\ttokens/s\\n'; exit; }
 for n in $(seq $2); do :; done; echo "count_calls cudaLaunchKernel $((n * 3 + 7))" >&2""")
@@ -327,6 +396,9 @@ for n in $(seq $2); do :; done; echo "count_calls cudaLaunchKernel $((n * 3 + 7)
                     "| GPT example, losses of 20 steps | equal in 6 ways |  |",
                     "| GPT, PyTorch | 13 tokens/s |  |",
                     "| GPT, 1 rank, CUDA graphs: launches a step | 3 |  |",
+                    "| GPT example, two processes: waits of the host a step | 8 |  |",
+                    "| GPT example, two processes, through host memory: waits of the host a step "
+                    "| 16 |  |",
                     "| memcheck of cuda_test | 1 passed |"):
             self.assertIn(row, table)
         self.assertIn("GPT, PyTorch: 13 tokens/s", printed)
