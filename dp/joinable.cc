@@ -4,9 +4,11 @@
 #include <ATen/ops/empty.h>
 
 #include <exception>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
+#include "core/public_call.h"
 
 namespace smp {
 
@@ -46,6 +48,9 @@ int Joinable::divisor(const Round& round) const {
 }
 
 Joinable::Round Joinable::exchange(bool active, const Round& own) const {
+  // Replicas outside of the join begin nothing together: they are told what this one is in.
+  const std::string join = name_ + "::join";
+  const core::PublicCallScope here(core::PublicCall(join, join));
   comm::Communicator& group = replicas();
   const at::Tensor mine = at::empty({4}, at::kLong);
   const at::Tensor all = at::empty({group.size(), 4}, at::kLong);

@@ -124,7 +124,6 @@ class StepGradients {
   double divisor() const { return options_.divisor * counted_replicas_ / replicas_->size(); }
   /// Says that reduced sums are divided already.
   void set_reduces_to_means() { reduces_to_means_ = true; }
-  bool reduces_to_means() const { return reduces_to_means_; }
   /// The reduced sum of a parameter, whose memory its mean may get if that `overwrites` it.
   struct Reduced {
     at::Tensor sum;

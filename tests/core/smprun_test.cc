@@ -154,7 +154,7 @@ TEST_F(Smprun, HearsSignalsBetweenTwoStarts) {
 
 /// mpirun hangs where it cannot start ranks, and ranks may hang before they meet.
 TEST_F(Smprun, RanksHaveToComeInTime) {
-  const auto begin = [&](const std::string& name, const std::string& text) {
+  const auto begin = [&](const std::string& name, int limit, const std::string& text) {
     const fs::path mpirun = folder_ / name / "mpirun";
     fs::create_directory(folder_ / name);
     // Written by another process: one that this process forks meanwhile would hold the file open,
@@ -163,12 +163,12 @@ TEST_F(Smprun, RanksHaveToComeInTime) {
     fs::permissions(mpirun, fs::perms::owner_all);
     return std::async(std::launch::async, run,
                       "PATH=" + mpirun.parent_path().string() + ":$PATH " +
-                          command("pass", " --start-timeout 2"));
+                          command("pass", " --start-timeout " + std::to_string(limit)));
   };
   const std::string arrive = ": >\"$SMP_FAILURE_DIR/arrived-";
-  auto some = begin("some", arrive + "0\"; exec sleep 60");
-  auto all = begin("all", arrive + "0\"; " + arrive + "1\"; exec sleep 2.5");
-  const Outcome none = begin("none", "exec sleep 60").get();
+  auto some = begin("some", 6, arrive + "0\"; exec sleep 60");
+  auto all = begin("all", 6, arrive + "0\"; " + arrive + "1\"; exec sleep 7");
+  const Outcome none = begin("none", 2, "exec sleep 60").get();
   EXPECT_EQ(none.status, 128 + SIGTERM);
   EXPECT_EQ(none.output,
             "smprun: first cause: ranks 0 and 1 have not come to smp::init within 2 s: mpirun "

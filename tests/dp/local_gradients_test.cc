@@ -2,6 +2,7 @@
 #include "dp/local_gradients.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include <functional>

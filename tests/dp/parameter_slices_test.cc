@@ -2,6 +2,7 @@
 #include "dp/parameter_slices.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
 
 #include "comm/threads/run_ranks.h"

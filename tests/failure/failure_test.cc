@@ -313,14 +313,37 @@ TEST_F(Failure, LauncherThatIsKilled) {
       "log='" + log + "'\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
     launcher=$!
     ranks() { sed -n 's/^rank pid //p' "$log"; }
-    for i in $(seq 300); do [ "$(ranks | wc -l)" -eq 2 ] && break; sleep 0.1; done
+    until [ "$(ranks | wc -l)" -eq 2 ]; do sleep 0.1; done
     kill -9 $launcher
     alive() { for rank in $(ranks); do kill -0 $rank 2>/dev/null && echo "$rank is alive"; done; }
-    for i in $(seq 200); do [ -z "$(alive)" ] && break; sleep 0.1; done
+    for i in $(seq 600); do [ -z "$(alive)" ] && break; sleep 0.1; done
     echo "$(ranks | wc -l) ranks had started"
     alive
   )sh";
   EXPECT_EQ(run_command(script).output, "2 ranks had started\n");
+}
+
+/// Ranks on one host need no network. mpirun itself has a port on all interfaces (SECURITY.md), and
+/// one on the loopback, by which the test knows that it finds ports.
+TEST_F(Failure, RanksOnOneHostListenToNoOther) {
+  const std::string log = ::testing::TempDir() + "failure_listening.log";
+  const std::string script =
+      "log='" + log + "'\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
+    launcher=$!
+    ranks() { sed -n 's/^rank pid //p' "$log"; }
+    until [ "$(ranks | wc -l)" -eq 2 ]; do sleep 0.1; done
+    addresses() {
+      sockets=$(for file in /proc/$1/fd/*; do readlink "$file"; done | tr -dc '0-9\n' | tr '\n' ' ')
+      awk -v sockets=" $sockets" '$4 == "0A" && index(sockets, " " $10 " ") {
+        sub(/:.*/, "", $2); print $2 }' /proc/$1/net/tcp /proc/$1/net/tcp6
+    }
+    elsewhere() { addresses $1 | grep -v -e '^0100007F$' -e '^00000000000000000000000001000000$'; }
+    for process in $launcher $(ranks); do elsewhere $process; done
+    addresses $(cat /proc/$launcher/task/*/children) | grep 0100007F
+    kill $launcher
+    wait $launcher
+  )sh";
+  EXPECT_EQ(run_command(script).output, "0100007F\n");
 }
 
 /// The launcher finds out before it starts anything.

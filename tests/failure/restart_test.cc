@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -140,7 +141,7 @@ void expect_resumed_from(const std::string& output, const std::vector<int>& step
 /// The number of restarts is not given. A rank dies in a step, before its update, while it keeps a
 /// copy (rank 0 begins, writes and ends one by some ten calls), and is stopped.
 TEST_F(Restarts, GoOnFromTheCopyInMemory) {
-  jobs_.configure(R"(, "recovery": "restart", "recovery_interval": 1, "timeout_seconds": 20)");
+  jobs_.configure(R"(, "recovery": "restart", "recovery_interval": 1)");
   const Outcome outcome = jobs_.run("", "action:3:2:2 update:1:3 copy:0:3:2 copy:0:4:8 stop:2:6");
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   expect_resumed_from(outcome.output, {2, 3, 3, 4, 6});
@@ -148,6 +149,23 @@ TEST_F(Restarts, GoOnFromTheCopyInMemory) {
       << outcome.output;
   EXPECT_NE(outcome.output.find("smprun: restart 1 in 0 s: from the copy in memory, of step "),
             std::string::npos)
+      << outcome.output;
+  expect_same_end();
+}
+
+/// Launcher, mpirun and ranks: no time of one is compared with that of another, and no wait is
+/// measured by a clock that can be set.
+TEST_F(Restarts, GoOnWhereWallClocksDifferAndStep) {
+  const std::string preload =
+      " LD_PRELOAD=" + std::filesystem::absolute("tests/libwall_clocks.so").string() + " ";
+  const auto steps =
+      run_command(preload + "python3 -c 'import time as t; print(t.time() - t.time())'");
+  ASSERT_GT(std::abs(std::stod(steps.output)), 3600) << "two times in a row";
+  jobs_.configure(R"(, "recovery": "restart", "recovery_interval": 1)");
+  const Outcome outcome = jobs_.run("", "action:3:2:2 stop:2:4", kNoFarewell + preload);
+  EXPECT_EQ(outcome.status, 0) << outcome.output;
+  expect_resumed_from(outcome.output, {2, 4});
+  EXPECT_NE(outcome.output.find("smprun: first cause: rank 2: is stopped"), std::string::npos)
       << outcome.output;
   expect_same_end();
 }

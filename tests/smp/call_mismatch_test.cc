@@ -6,6 +6,7 @@
 #include <array>
 #include <optional>
 
+#include "smp/ddp.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/recovery_in_memory.h"
 #include "tests/smp/saved_run.h"
@@ -19,6 +20,7 @@ using ::testing::HasSubstr;
 struct Rank {
   DistributedModel<Mlp>& model;
   DistributedOptimizer<torch::optim::AdamW>& optimizer;
+  Ema& average;
   const std::function<void()>& train;
   std::string folder;
 };
@@ -73,6 +75,11 @@ std::vector<Meeting> meetings_of_model() {
 /// In that of all ranks.
 std::vector<Meeting> meetings_of_world() {
   const auto object = [](const Rank&) { allgather(1, CommGroup::kWorld); };
+  const auto unscale = [](const Rank& rank) {
+    amp::GradScaler scaler;
+    scaler.scale(torch::ones({}));
+    scaler.unscale_(rank.optimizer);
+  };
   return with_own_collectives(
       {
           {"smp::load",
@@ -85,6 +92,7 @@ std::vector<Meeting> meetings_of_world() {
            [](const Rank& rank) { load_pretrained(rank.folder + "none", rank.model); }},
           {"smp::memory_report", [](const Rank&) { memory_report(); }},
           {"smp::stop_requested", [](const Rank&) { stop_requested(); }},
+          {"GradScaler::unscale_", unscale},
           {"smp::allgather", object},
       },
       CommGroup::kWorld);
@@ -111,6 +119,22 @@ std::vector<Meeting> meetings_of_replicas() {
       {
           {"call 2 of step function \"train\"", [](const Rank& rank) { rank.train(); }},
           {"optimizer.step", [](const Rank& rank) { rank.optimizer.step(); }},
+          {"ema.averaged", [](const Rank& rank) { const auto averaged = rank.average.averaged(); }},
+      },
+      CommGroup::kRdp);
+}
+
+/// In that of replicas that may run out of batches. `at_end` says whether the one that is in the
+/// join has none.
+std::vector<Meeting> meetings_of_joins(bool at_end) {
+  const auto join = [at_end](const Rank& rank) {
+    const auto joined = rank.model->join();
+    if (!at_end) rank.train();
+  };
+  return with_own_collectives(
+      {
+          {"DistributedModel::join", join},
+          {"call 2 of step function \"train\"", [](const Rank& rank) { rank.train(); }},
       },
       CommGroup::kRdp);
 }
@@ -137,6 +161,7 @@ class CallMismatch : public SavedRunTest {
         Mlp net(2);
         DistributedModel<Mlp> model(net);
         DistributedOptimizer<torch::optim::AdamW> optimizer(model->parameters(), 1e-2);
+        Ema average(model);
         auto step_function = step(
             [&](torch::Tensor input) {
               auto loss = model(input).sum();
@@ -146,8 +171,9 @@ class CallMismatch : public SavedRunTest {
             StepOptions().name("train"));
         const std::function<void()> train = [&] { step_function(x); };
         train();
+        average.update();
         try {
-          (rank() == 0 ? zero : one).call({model, optimizer, train, path()});
+          (rank() == 0 ? zero : one).call({model, optimizer, average, train, path()});
         } catch (const CommError& error) {
           texts[static_cast<size_t>(rank())] = error.what();
           throw;
@@ -188,6 +214,42 @@ TEST_F(CallMismatch, OfAllPairsThatMeetInAPipeline) {
 TEST_F(CallMismatch, OfAllPairsThatMeetAmongReplicas) {
   expect_all_pairs_named(meetings_of_replicas(), replica_job());
   expect_all_pairs_named(meetings_of_batches(), replica_job());
+}
+
+TEST_F(CallMismatch, OfJoins) {
+  for (const bool at_end : {false, true}) {
+    expect_all_pairs_named(meetings_of_joins(at_end), Config().ddp(true));
+  }
+}
+
+/// The group of a `DistributedDataParallel` is its own, so that only its calls meet there.
+TEST(CallMismatchOfDataParallel, AJoinThatOneRankLacks) {
+  using Model = DistributedDataParallel<Mlp>;
+  for (const int joining : {0, 1}) {
+    for (const int batches : {0, 1}) {
+      std::array<std::string, 2> texts;
+      const auto text = error_of_run<CommError>(2, Config().ddp(true).timeout_seconds(60), [&] {
+        Model model{Mlp(2)};
+        const auto train = [&] { model(torch::ones({4, MlpImpl::kWidth})).sum().backward(); };
+        try {
+          if (rank() == joining) {
+            const auto joined = model.join();
+            for (int i = 0; i < batches; ++i) train();
+          } else {
+            train();
+          }
+        } catch (const CommError& error) {
+          texts[static_cast<size_t>(rank())] = error.what();
+          throw;
+        }
+      });
+      EXPECT_NE(text, "");
+      for (const std::string& each : texts) {
+        EXPECT_THAT(each,
+                    HasSubstr(c10::str("rank ", joining, " is in DistributedDataParallel::join")));
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "tests/failure/patience.h"
 #include "tests/smp/errors.h"
 
 namespace smp::testing {
@@ -224,10 +225,11 @@ TEST_F(Failure, ExceptionBetweenStepsOnOneRankEndsAllWithTheCause) {
 
 TEST_F(Failure, RankThatLeavesEarlyIsNamedByTheTimeOut) {
   const auto start = std::chrono::steady_clock::now();
-  const auto text = error_of_run<CommError>(2, stages(2).timeout_seconds(2), [&] {
+  const auto text = error_of_run<CommError>(2, stages(2), [&] {
     DistributedModel<Mlp> model(Mlp(4));
     auto train = make_training(model);
     train(x_, y_);
+    wait_at_most(std::chrono::seconds(2));
     if (rank() == 0) train(x_, y_);
   });
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <fstream>
 #include <functional>
 #include <future>
@@ -15,6 +16,7 @@
 #include <thread>
 
 #include "smp/smp.h"
+#include "tests/failure/patience.h"
 #include "tests/smp/oracle.h"
 
 namespace smp::testing {
@@ -144,16 +146,16 @@ TEST(Stall, ACollectiveThatTheOtherDoesNotCall) {
 
 /// The mistake is `if (rank == 0) evaluate(...)`: the error names the call.
 TEST(Stall, AStepThatOnlyOneRankCalls) {
-  const auto text =
-      error_of_run<CommError>(2, Config().partitions(2).microbatches(2).timeout_seconds(2), [&] {
-        Mlp net(3);
-        DistributedModel<Mlp> model(net);
-        auto evaluate =
-            smp::step([&](torch::Tensor x) { return model(x); }, StepOptions().name("evaluate"));
-        const auto x = torch::ones({4, MlpImpl::kWidth});
-        evaluate(x);
-        if (rank() == 0) evaluate(x);
-      });
+  const auto text = error_of_run<CommError>(2, Config().partitions(2).microbatches(2), [&] {
+    Mlp net(3);
+    DistributedModel<Mlp> model(net);
+    auto evaluate =
+        smp::step([&](torch::Tensor x) { return model(x); }, StepOptions().name("evaluate"));
+    const auto x = torch::ones({4, MlpImpl::kWidth});
+    evaluate(x);
+    wait_at_most(std::chrono::seconds(2));
+    if (rank() == 0) evaluate(x);
+  });
   expect_has(text,
              {"all_gather of ", " in call 2 of step function \"evaluate\" was not complete",
               "it waits for rank 1. The chain of waits: rank 0 waits for rank 1 in all_gather "
