@@ -8,8 +8,8 @@
 // Instructions are counted by Valgrind, of the steps after the first three, for one width:
 //
 //     bazel build //bench:exported
-//     valgrind --tool=callgrind --callgrind-out-file=calls --toggle-collect='*measured_step<*' \
-//         bazel-bin/bench/exported 3 64
+//     export VALGRIND_OPTS='--callgrind-out-file=calls --toggle-collect=*measured_step<*'
+//     valgrind --tool=callgrind bazel-bin/bench/exported 3 64
 //     callgrind_annotate --inclusive=yes calls | grep measured_step
 
 #include <torch/torch.h>

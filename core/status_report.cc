@@ -2,6 +2,7 @@
 #include "core/status_report.h"
 
 #include <c10/util/StringUtil.h>
+#include <c10/util/string_view.h>
 
 #include <algorithm>
 #include <array>
@@ -17,10 +18,6 @@ namespace {
 using Kind = ThreadState::Kind;
 
 constexpr std::string_view kReceive = "receive ";
-
-bool starts_with(const std::string& text, std::string_view beginning) {
-  return text.compare(0, beginning.size(), beginning) == 0;
-}
 
 // "0.4 s", "41 s", "12 min", "3.5 h".
 std::string duration(double seconds) {
@@ -66,7 +63,7 @@ std::string state_text(const ThreadState& state) {
 // "1B0 of step 12", "the user's code after step 12".
 std::string place_of(const RankStatus& one) {
   const bool is_users = one.action == kUsersCode;
-  const bool is_between = is_users || starts_with(one.action, "smp::");
+  const bool is_between = is_users || c10::starts_with(one.action, "smp::");
   const std::string what = is_users ? "the user's code" : one.action;
   return one.step == 0 ? what : c10::str(what, is_between ? " after" : " of", " step ", one.step);
 }
@@ -95,12 +92,12 @@ std::string how_it_is(const RankStatus& one) {
 
 // "waits for 5F2 of rank 1", "waits for rank 1 in all_reduce of smp::save".
 std::string wait_text(const RankStatus& one, int next) {
-  if (starts_with(one.action, kReceive)) {
+  if (c10::starts_with(one.action, kReceive)) {
     return c10::str("waits for ", one.action.substr(kReceive.size()), " of rank ", next);
   }
   std::string in = one.wait;
   const bool is_same = one.action.find(one.wait) != std::string::npos;
-  if (is_same || starts_with(one.action, "send ")) {
+  if (is_same || c10::starts_with(one.action, "send ")) {
     in = one.action;
   } else if (one.action != kUsersCode) {
     in += " of " + one.action;

@@ -80,29 +80,27 @@ class Reading {
   using Read = std::function<Argument(Reading&, const core::JsonReader&)>;
 
   static const std::unordered_map<std::string, Read>& readers() {
-    static const auto elements = [](Reading& reading, const core::JsonReader& place,
-                                    const Read& read) {
-      std::vector<Argument> arguments;
-      for (const core::JsonReader& element : place.elements())
-        arguments.push_back(read(reading, element));
-      return list(std::move(arguments));
-    };
     static const auto list_of = [](Read read) -> Read {
       return [read = std::move(read)](Reading& reading, const core::JsonReader& place) {
-        return elements(reading, place, read);
+        std::vector<Argument> arguments;
+        for (const core::JsonReader& element : place.elements()) {
+          arguments.push_back(read(reading, element));
+        }
+        return list(std::move(arguments));
       };
     };
-    static const Read none = [](Reading&, const core::JsonReader&) { return constant({}); };
-    static const Read integer = [](Reading&, const core::JsonReader& p) {
-      return constant(p.integer());
+    static const auto constant_of = [](auto read) -> Read {
+      return [read](Reading&, const core::JsonReader& p) { return constant(read(p)); };
     };
-    static const Read real = [](Reading&, const core::JsonReader& p) {
-      return constant(real_of(p));
+    static const auto number_of = [](auto read) -> Read {
+      return constant_of(
+          [read](const core::JsonReader& p) { return static_cast<int64_t>(read(p)); });
     };
-    static const Read boolean = [](Reading&, const core::JsonReader& p) {
-      return constant(p.boolean());
-    };
-    static const Read text = [](Reading&, const core::JsonReader& p) { return constant(p.text()); };
+    static const Read none = constant_of([](const core::JsonReader&) { return c10::IValue(); });
+    static const Read integer = constant_of([](const core::JsonReader& p) { return p.integer(); });
+    static const Read real = constant_of(real_of);
+    static const Read boolean = constant_of([](const core::JsonReader& p) { return p.boolean(); });
+    static const Read text = constant_of([](const core::JsonReader& p) { return p.text(); });
     static const Read named = [](Reading& r, const core::JsonReader& p) {
       return r.value(p.at("name"));
     };
@@ -130,22 +128,12 @@ class Reading {
         {"as_sym_floats", list_of(symbolic)},
         {"as_sym_bool", symbolic},
         {"as_sym_bools", list_of(symbolic)},
-        {"as_complex",
-         [](Reading&, const core::JsonReader& p) {
-           return constant(c10::complex<double>(real_of(p.at("real")), real_of(p.at("imag"))));
-         }},
-        {"as_scalar_type",
-         [](Reading&, const core::JsonReader& p) {
-           return constant(static_cast<int64_t>(read_dtype(p)));
-         }},
-        {"as_layout",
-         [](Reading&, const core::JsonReader& p) {
-           return constant(static_cast<int64_t>(read_layout(p)));
-         }},
-        {"as_memory_format",
-         [](Reading&, const core::JsonReader& p) {
-           return constant(static_cast<int64_t>(read_memory_format(p)));
-         }},
+        {"as_complex", constant_of([](const core::JsonReader& p) {
+           return c10::complex<double>(real_of(p.at("real")), real_of(p.at("imag")));
+         })},
+        {"as_scalar_type", number_of(read_dtype)},
+        {"as_layout", number_of(read_layout)},
+        {"as_memory_format", number_of(read_memory_format)},
         {"as_device",
          [](Reading& r, const core::JsonReader& p) {
            r.reader_.note_device(p);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exported/size_formula.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 
 namespace smp::exported {
@@ -54,10 +56,7 @@ bool interpolate(const std::vector<int64_t>& points, std::vector<int64_t>& value
 std::string integer(int64_t value) { return "Integer(" + std::to_string(value) + ")"; }
 
 std::string joined(const std::string& name, const std::vector<std::string>& parts) {
-  if (parts.size() == 1) return parts.front();
-  std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
-  return name + "(" + text + ")";
+  return parts.size() == 1 ? parts.front() : c10::str(name, "(", c10::Join(", ", parts), ")");
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exported/write_values.h"
 
+#include <ATen/core/ivalue.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cmath>

@@ -3,10 +3,8 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <xxhash.h>
 
 #include <iterator>
-#include <numeric>
 
 namespace smp::partitioner {
 namespace {
@@ -35,12 +33,6 @@ bool Transfer::operator==(const Transfer& other) const {
 bool Replica::operator==(const Replica& other) const {
   return value == other.value && owner == other.owner && stage == other.stage &&
          gradient_to == other.gradient_to && needs_gradient == other.needs_gradient;
-}
-
-std::vector<int> one_stage_per_rank(int ranks) {
-  std::vector<int> result(ranks);
-  std::iota(result.begin(), result.end(), 0);
-  return result;
 }
 
 bool Recomputed::operator==(const Recomputed& other) const {
@@ -73,11 +65,6 @@ std::string Plan::to_string() const {
     fmt::format_to(out, "root {}: {}\n", i, stage_of_root[i]);
   }
   return text;
-}
-
-uint64_t Plan::fingerprint() const {
-  const std::string text = to_string();
-  return XXH3_64bits(text.data(), text.size());
 }
 
 }  // namespace smp::partitioner

@@ -50,9 +50,6 @@ struct Recomputed {
   bool operator==(const Recomputed& other) const;
 };
 
-/// 0, 1, ..., ranks - 1: one stage for each rank.
-std::vector<int> one_stage_per_rank(int ranks);
-
 /// The operators of each stage, the transfers between stages, and the reasons. A stage is a
 /// contiguous piece of the program; a rank of the pipeline runs one stage or several (0 -> 1 -> 0).
 /// Inputs, constants and literals never cross: every rank has them.
@@ -74,13 +71,9 @@ struct Plan {
   std::vector<int> stage_of_root;    ///< per backward root: where its backward starts
 
   int stages() const { return static_cast<int>(rank_of_stage.size()); }
-  /// The rank that owns a parameter or buffer of the graph.
-  int owner_rank(const std::string& name) const { return rank_of_stage[owner.at(name)]; }
 
   /// The plan's text: equal plans have equal texts. The reasons are left out.
   std::string to_string() const;
-  /// Hash of `to_string()`.
-  uint64_t fingerprint() const;
 };
 
 }  // namespace smp::partitioner

@@ -139,8 +139,6 @@ bool operator==(const Action& a, const Action& b) {
   return a.kind == b.kind && a.stage == b.stage && a.microbatch == b.microbatch && a.peer == b.peer;
 }
 
-bool operator!=(const Action& a, const Action& b) { return !(a == b); }
-
 std::string to_string(const Action& action) {
   const auto& spelling = spelling_of(action.kind);
   std::string text = std::to_string(action.stage);

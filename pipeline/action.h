@@ -77,7 +77,6 @@ Action reduce_of(int stage);
 Action counterpart(const Action& transfer);
 
 bool operator==(const Action& a, const Action& b);
-bool operator!=(const Action& a, const Action& b);
 
 std::string to_string(const Action& action);
 

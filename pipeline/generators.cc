@@ -18,14 +18,6 @@ void check_positive(const char* name, int value) {
                  value, ".");
 }
 
-std::string listed(const std::vector<int>& numbers) {
-  std::string text;
-  for (const int number : numbers) {
-    text += (text.empty() ? "" : ",") + std::to_string(number);
-  }
-  return text;
-}
-
 /// Whether each of the first `ranks` stages is on a rank of its own.
 bool begins_on_all_ranks(const ScheduleOptions& options) {
   const auto& placed = options.rank_of_stage();
@@ -148,7 +140,8 @@ std::string ScheduleKind::misplacement(const ScheduleOptions& options) const {
       fitting += (fitting.empty() ? "" : ", ") + kind.name;
     }
   }
-  return c10::str("\"", name, "\" expects ", expected, ", got ", listed(options.rank_of_stage()),
+  return c10::str("\"", name, "\" expects ", expected, ", got ",
+                  c10::Join(",", options.rank_of_stage()),
                   ". Place the stages so, or use one of these: ", fitting, ".");
 }
 

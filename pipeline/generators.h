@@ -48,7 +48,7 @@ struct ScheduleOptions {
 /// The generators. Each gives the order of computes for every rank; `lower` adds the rest. On every
 /// stage forwards, input gradients and weight gradients go in ascending microbatch order, so that
 /// gradients are always added in the same order. All are right for any `edges`, since they go
-/// through the stages as if these were a chain; `required_credit` says how many messages a channel
+/// through the stages as if these were a chain; `least_credit` says how many messages a channel
 /// must hold where values skip stages. All throw `smp::ConfigError` when an option is out of range,
 /// with its name, or when the stages are not placed as the schedule needs them, with the remedy. p
 /// is the number of ranks, r a rank counted along the pipeline, m the number of microbatches, F, B
@@ -163,7 +163,7 @@ Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& ba
 ///
 /// With a `credit` the result has no deadlock if channels hold that many messages: a receive comes
 /// earlier where it must, and the rank may wait for it there. Then throws as `verify` does when the
-/// order is wrong. Without (0), `required_credit` says how much the channels must hold.
+/// order is wrong. Without (0), `least_credit` says how much the channels must hold.
 Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges, int credit = 0);
 
 }  // namespace smp::pipeline

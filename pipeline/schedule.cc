@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/schedule.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <charconv>
 #include <set>
@@ -218,26 +216,6 @@ bool Schedule::has_backward() const {
   return std::find(backward_of_stage_.begin(), backward_of_stage_.end(), true) !=
          backward_of_stage_.end();
 }
-
-uint64_t Schedule::fingerprint() const {
-  const auto text = to_string(*this);
-  return XXH3_64bits(text.data(), text.size());
-}
-
-bool operator==(const Schedule& a, const Schedule& b) {
-  if (a.ranks() != b.ranks() || a.microbatches() != b.microbatches() ||
-      a.backward_of_stage() != b.backward_of_stage() || a.rank_of_stage() != b.rank_of_stage()) {
-    return false;
-  }
-  for (int rank = 0; rank < a.ranks(); ++rank) {
-    if (a.actions(rank) != b.actions(rank)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool operator!=(const Schedule& a, const Schedule& b) { return !(a == b); }
 
 std::string to_string(const Schedule& schedule) {
   std::string text =

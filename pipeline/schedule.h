@@ -55,8 +55,10 @@ class Schedule {
   }
   std::vector<Action>& actions(int rank) { return actions_.at(static_cast<size_t>(rank)); }
 
-  /// The fingerprint of the text form: equal schedules have equal fingerprints on every machine.
-  uint64_t fingerprint() const;
+  friend bool operator==(const Schedule& a, const Schedule& b) {
+    return a.microbatches_ == b.microbatches_ && a.rank_of_stage_ == b.rank_of_stage_ &&
+           a.backward_of_stage_ == b.backward_of_stage_ && a.actions_ == b.actions_;
+  }
 
  private:
   int microbatches_;
@@ -64,9 +66,6 @@ class Schedule {
   std::vector<bool> backward_of_stage_;
   std::vector<std::vector<Action>> actions_;
 };
-
-bool operator==(const Schedule& a, const Schedule& b);
-bool operator!=(const Schedule& a, const Schedule& b);
 
 /// A header line, then one line of actions for each rank, for example:
 ///

@@ -2,10 +2,8 @@
 #include "pipeline/schedule_file.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
-#include <cstring>
-#include <fstream>
+#include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <string_view>
@@ -184,44 +182,7 @@ std::vector<int> read_ranks_of_stages(const JsonReader& json, size_t ranks) {
   return result;
 }
 
-// --- files ------------------------------------------------------------------------------------
-
-enum class Form { kCsv, kJson, kText };
-
-Form form_of(const std::string& path) {
-  const auto ends_in = [&](std::string_view ending) {
-    return path.size() > ending.size() &&
-           path.compare(path.size() - ending.size(), ending.size(), ending) == 0;
-  };
-  if (ends_in(".csv")) {
-    return Form::kCsv;
-  }
-  if (ends_in(".json")) {
-    return Form::kJson;
-  }
-  SMP_CHECK_WITH(ConfigError, ends_in(".txt"),
-                 "the name of a schedule's file must say its form: expected it to end in .csv, "
-                 ".json or .txt, got \"",
-                 core::printable(path), "\". Rename the file.");
-  return Form::kText;
-}
-
 }  // namespace
-
-std::string schedule_to_csv(const Schedule& schedule) {
-  std::string text;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const char* separator = "";
-    for (const auto& action : schedule.actions(rank)) {
-      if (action.is_compute()) {
-        text += separator + to_string(action);
-        separator = ",";
-      }
-    }
-    text += '\n';
-  }
-  return text;
-}
 
 Schedule schedule_from_csv(const std::string& text, const std::string& source_name) {
   return CsvReader(text, source_name).finish();
@@ -281,24 +242,15 @@ bool is_compute_order(const Schedule& schedule) {
   return true;
 }
 
-void save_schedule(const Schedule& schedule, const std::string& path) {
-  const auto form = form_of(path);
-  std::ofstream out(path, std::ios::binary);
-  out << (form == Form::kCsv    ? schedule_to_csv(schedule)
-          : form == Form::kJson ? schedule_to_json(schedule)
-                                : to_string(schedule));
-  out.close();
-  SMP_CHECK_WITH(ConfigError, !out.fail(), path,
-                 ": cannot write the schedule: ", std::strerror(errno),
-                 ". Check the folder and its permissions.");
-}
-
 Schedule load_schedule(const std::string& path) {
-  const auto form = form_of(path);
+  const auto ending = std::filesystem::path(path).extension();
+  SMP_CHECK_WITH(ConfigError, ending == ".csv" || ending == ".json" || ending == ".txt",
+                 "the name of a schedule's file must say its form: expected it to end in .csv, "
+                 ".json or .txt, got \"",
+                 core::printable(path), "\". Rename the file.");
   const auto text = core::read_file(path, "the schedule");
-  return form == Form::kCsv    ? schedule_from_csv(text, path)
-         : form == Form::kJson ? schedule_from_json(text, path)
-                               : parse_schedule(text);
+  if (ending == ".csv") return schedule_from_csv(text, path);
+  return ending == ".json" ? schedule_from_json(text, path) : parse_schedule(text);
 }
 
 }  // namespace smp::pipeline

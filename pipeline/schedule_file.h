@@ -14,9 +14,6 @@ namespace smp::pipeline {
 /// cell is one. JSON has all of a schedule, with or without transfers. Neither form says whether
 /// the schedule makes sense: that is for `verify`.
 
-/// The computes of the schedule; transfers and reduces are left out.
-std::string schedule_to_csv(const Schedule& schedule);
-
 /// The compute order in `text`. A cell (0F3;1B0)OVERLAP_F_B, as torch writes for DualPipeV, is its
 /// parts one after the other. Throws `smp::Error` with `source_name`, line and column for a cell
 /// that is no compute, `smp::ConfigError` for a stage in two rows or in none.
@@ -31,11 +28,8 @@ Schedule schedule_from_json(const std::string& text, const std::string& source_n
 /// Whether there are computes only, so that it is still to be lowered.
 bool is_compute_order(const Schedule& schedule);
 
-/// Writes the form that the name ends in: .csv, .json, or the text form for .txt. Throws
-/// `smp::ConfigError` for another ending or a file that cannot be written.
-void save_schedule(const Schedule& schedule, const std::string& path);
-
-/// Reads such a file. Throws the errors of the forms above.
+/// Reads the form that the name ends in: .csv, .json, or the text form for .txt. Throws
+/// `smp::ConfigError` for another ending, and the errors of the forms above.
 Schedule load_schedule(const std::string& path);
 
 }  // namespace smp::pipeline

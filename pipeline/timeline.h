@@ -85,8 +85,6 @@ class TimelineRecorder {
     record.start = start;
     record.end = end;
   }
-  /// Measured after an action of this step, instead of the value of `set_kept`.
-  void record_kept(size_t action, int64_t bytes) { current_[action].kept = bytes; }
   /// After this step: its reductions.
   void record_reductions(std::vector<ReductionRecord> reductions) {
     timeline_.steps[begun_ - 1].reductions = std::move(reductions);

@@ -397,10 +397,4 @@ void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
   walk(schedule, options.credit(), [](int, size_t, const Action&) {});
 }
 
-int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges) {
-  // A channel never holds more than one message for each microbatch, so this credit is no limit.
-  verify(schedule, edges, VerifyOptions().credit(schedule.microbatches()));
-  return least_credit(schedule, 1);
-}
-
 }  // namespace smp::pipeline

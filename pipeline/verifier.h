@@ -40,9 +40,4 @@ struct VerifyOptions {
 void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
             const VerifyOptions& options = {});
 
-/// The least credit without deadlock: how many messages a channel must be able to hold. 1 for
-/// the generators' schedules of chains; skips may need more, but never more than the microbatches
-/// in flight. Throws as `verify` does when no credit makes the schedule right.
-int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges);
-
 }  // namespace smp::pipeline

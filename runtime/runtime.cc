@@ -3,7 +3,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 
-#include <algorithm>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
@@ -188,12 +187,9 @@ std::shared_ptr<comm::ChannelPool> Runtime::pipeline_channels() {
 void Runtime::settle_seed() {
   if (progress.seed) return;
   const int64_t configured = config().seed();
-  uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
-                                  : at::detail::getDefaultCPUGenerator().current_seed();
-  const std::string bytes = comm::broadcast_bytes(
-      *world(), std::string(reinterpret_cast<const char*>(&seed), sizeof(seed)), 0);
-  std::copy_n(bytes.data(), sizeof(seed), reinterpret_cast<char*>(&seed));
-  progress.seed = seed;
+  const uint64_t seed = configured >= 0 ? static_cast<uint64_t>(configured)
+                                        : at::detail::getDefaultCPUGenerator().current_seed();
+  progress.seed = std::stoull(comm::broadcast_bytes(*world(), std::to_string(seed), 0));
 }
 
 int Runtime::gradient_shards() const {

@@ -115,7 +115,8 @@ smp_code call_model(smp_model* handle, Body&& body) noexcept {
   }
 }
 
-int open(const char* config, const std::optional<int64_t>& communicator, smp_session** session) {
+int open_session(const char* config, const std::optional<int64_t>& communicator,
+                 smp_session** session) {
   return run([&](const MaskedTraps&) {
     if (session != nullptr) *session = nullptr;
     // Other ranks are waiting, and have to know of an error here, too.
@@ -181,11 +182,11 @@ int smp_set_threads(int64_t threads) {
 }
 
 int smp_open(const char* config, smp_session** session) {
-  return open(config, std::nullopt, session);
+  return open_session(config, std::nullopt, session);
 }
 
 int smp_open_mpi(const char* config, int64_t communicator, smp_session** session) {
-  return open(config, communicator, session);
+  return open_session(config, communicator, session);
 }
 
 int smp_close(smp_session* session) {

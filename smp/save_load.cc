@@ -52,11 +52,6 @@ SaveHandle save_run(const std::string& path, const CheckpointParts& parts,
   return SaveHandle(runtime::save(request, parts));
 }
 
-CheckpointParts parts_of(const ModelCore& model) { return CheckpointParts().add(model); }
-CheckpointParts parts_of(const ModelCore& model, const OptimizerCore& optimizer) {
-  return CheckpointParts().add(model, optimizer);
-}
-
 }  // namespace
 
 SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
@@ -166,75 +161,25 @@ void SaveHandle::wait() const {
   save_->wait();
 }
 
-void save(const std::string& path, const ModelCore& model, const std::string& user_content) {
-  save(path, parts_of(model), user_content);
-}
-void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
-          const std::string& user_content) {
-  save(path, parts_of(model, optimizer), user_content);
-}
 void save(const std::string& path, const CheckpointParts& parts, const std::string& user_content) {
   save_run(path, parts, user_content, /*asynchronous=*/false);
 }
 
-SaveHandle save_async(const std::string& path, const ModelCore& model,
-                      const std::string& user_content) {
-  return save_async(path, parts_of(model), user_content);
-}
-SaveHandle save_async(const std::string& path, const ModelCore& model,
-                      const OptimizerCore& optimizer, const std::string& user_content) {
-  return save_async(path, parts_of(model, optimizer), user_content);
-}
 SaveHandle save_async(const std::string& path, const CheckpointParts& parts,
                       const std::string& user_content) {
   return save_run(path, parts, user_content, /*asynchronous=*/true);
 }
 
-SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
-                           const SaveCheckpointOptions& options) {
-  return save_checkpoint(path, tag, parts_of(model), options);
-}
-SaveHandle save_checkpoint(const std::string& path, const std::string& tag, const ModelCore& model,
-                           const OptimizerCore& optimizer, const SaveCheckpointOptions& options) {
-  return save_checkpoint(path, tag, parts_of(model, optimizer), options);
-}
-
-LoadedRun load(const std::string& path, const ModelCore& model, const LoadOptions& options) {
-  return load(path, parts_of(model), options);
-}
-LoadedRun load(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
-               const LoadOptions& options) {
-  return load(path, parts_of(model, optimizer), options);
-}
 LoadedRun load(const std::string& path, const CheckpointParts& parts, const LoadOptions& options) {
   const core::CallScope here("smp::load");
   return runtime::load(path, parts, options);
 }
 
-LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
-                                 const ModelCore& model, const LoadOptions& options) {
-  return resume_from_checkpoint(path, tag, parts_of(model), options);
-}
-LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<std::string>& tag,
-                                 const ModelCore& model, const OptimizerCore& optimizer,
-                                 const LoadOptions& options) {
-  return resume_from_checkpoint(path, tag, parts_of(model, optimizer), options);
-}
-
-void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
-               const std::string& user_content) {
-  keep_copy(parts_of(model, optimizer), user_content);
-}
 void keep_copy(const CheckpointParts& parts, const std::string& user_content) {
   const core::CallScope here("smp::keep_copy");
   runtime::keep_copy(Runtime::get(), parts, user_content);
 }
 
-std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
-                                              const OptimizerCore& optimizer,
-                                              const LoadOptions& options) {
-  return resume_after_restart(parts_of(model, optimizer), options);
-}
 std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
                                               const LoadOptions& options) {
   const core::CallScope here("smp::resume_after_restart", "smp::resume");

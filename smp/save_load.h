@@ -58,37 +58,49 @@ class SMP_API SaveHandle {
 /// that do not depend on the layout. A crash at any point leaves an earlier checkpoint of that name
 /// loadable. Files that cannot be written are one `CheckpointError` on all ranks, after which
 /// training can go on.
-SMP_API void save(const std::string& path, const ModelCore& model,
-                  const std::string& user_content = "{}");
-SMP_API void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
-                  const std::string& user_content = "{}");
 SMP_API void save(const std::string& path, const CheckpointParts& parts,
                   const std::string& user_content = "{}");
+inline void save(const std::string& path, const ModelCore& model,
+                 const std::string& user_content = "{}") {
+  save(path, CheckpointParts().add(model), user_content);
+}
+inline void save(const std::string& path, const ModelCore& model, const OptimizerCore& optimizer,
+                 const std::string& user_content = "{}") {
+  save(path, CheckpointParts().add(model, optimizer), user_content);
+}
 
 /// The same, but returns as soon as this rank's share has been copied to host memory, while another
 /// thread writes it. The values saved are those at the call. One save at a time: the next one
 /// waits. Until it is complete, an earlier checkpoint of that name can be loaded, also when a rank
 /// dies.
-[[nodiscard]] SMP_API SaveHandle save_async(const std::string& path, const ModelCore& model,
-                                            const std::string& user_content = "{}");
-[[nodiscard]] SMP_API SaveHandle save_async(const std::string& path, const ModelCore& model,
-                                            const OptimizerCore& optimizer,
-                                            const std::string& user_content = "{}");
 [[nodiscard]] SMP_API SaveHandle save_async(const std::string& path, const CheckpointParts& parts,
                                             const std::string& user_content = "{}");
+[[nodiscard]] inline SaveHandle save_async(const std::string& path, const ModelCore& model,
+                                           const std::string& user_content = "{}") {
+  return save_async(path, CheckpointParts().add(model), user_content);
+}
+[[nodiscard]] inline SaveHandle save_async(const std::string& path, const ModelCore& model,
+                                           const OptimizerCore& optimizer,
+                                           const std::string& user_content = "{}") {
+  return save_async(path, CheckpointParts().add(model, optimizer), user_content);
+}
 
 /// SMP's `save_checkpoint`: saves as `path`/`tag`_partial, or as `path`/`tag` with
 /// `partial(false)`, and notes in `path`/newest that this is the newest. All ranks give the same
 /// arguments, but for `user_content`, which is world rank 0's. Otherwise as `save`.
 SMP_API SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
-                                   const ModelCore& model,
-                                   const SaveCheckpointOptions& options = {});
-SMP_API SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
-                                   const ModelCore& model, const OptimizerCore& optimizer,
-                                   const SaveCheckpointOptions& options = {});
-SMP_API SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
                                    const CheckpointParts& parts,
                                    const SaveCheckpointOptions& options = {});
+inline SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
+                                  const ModelCore& model,
+                                  const SaveCheckpointOptions& options = {}) {
+  return save_checkpoint(path, tag, CheckpointParts().add(model), options);
+}
+inline SaveHandle save_checkpoint(const std::string& path, const std::string& tag,
+                                  const ModelCore& model, const OptimizerCore& optimizer,
+                                  const SaveCheckpointOptions& options = {}) {
+  return save_checkpoint(path, tag, CheckpointParts().add(model, optimizer), options);
+}
 
 /// Loads a checkpoint of `save` into any number of stages and replicas, before or after the first
 /// step. Collective over the world. First everything is checked, the bytes of all tensors too, of
@@ -97,27 +109,35 @@ SMP_API SaveHandle save_checkpoint(const std::string& path, const std::string& t
 /// give the losses of the run that was not interrupted, bit for bit, if `gradient_shards` is the
 /// same (it is taken from the checkpoint unless the configuration sets it). Each rank reads its own
 /// tensors, one at a time. To load into a plain module without `init`, use `load_into_module`.
-SMP_API LoadedRun load(const std::string& path, const ModelCore& model,
-                       const LoadOptions& options = {});
-SMP_API LoadedRun load(const std::string& path, const ModelCore& model,
-                       const OptimizerCore& optimizer, const LoadOptions& options = {});
 SMP_API LoadedRun load(const std::string& path, const CheckpointParts& parts,
                        const LoadOptions& options = {});
+inline LoadedRun load(const std::string& path, const ModelCore& model,
+                      const LoadOptions& options = {}) {
+  return load(path, CheckpointParts().add(model), options);
+}
+inline LoadedRun load(const std::string& path, const ModelCore& model,
+                      const OptimizerCore& optimizer, const LoadOptions& options = {}) {
+  return load(path, CheckpointParts().add(model, optimizer), options);
+}
 
 /// SMP's `resume_from_checkpoint`: loads the checkpoint that `save_checkpoint` saved under `tag`,
 /// by default the newest of `path`. Otherwise as `load`; any layout may follow any other. With
 /// `LoadOptions().begin_anew(true)` a program needs not look whether there is one.
 SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
                                          const std::optional<std::string>& tag,
-                                         const ModelCore& model, const LoadOptions& options = {});
-SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
-                                         const std::optional<std::string>& tag,
-                                         const ModelCore& model, const OptimizerCore& optimizer,
-                                         const LoadOptions& options = {});
-SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
-                                         const std::optional<std::string>& tag,
                                          const CheckpointParts& parts,
                                          const LoadOptions& options = {});
+inline LoadedRun resume_from_checkpoint(const std::string& path,
+                                        const std::optional<std::string>& tag,
+                                        const ModelCore& model, const LoadOptions& options = {}) {
+  return resume_from_checkpoint(path, tag, CheckpointParts().add(model), options);
+}
+inline LoadedRun resume_from_checkpoint(const std::string& path,
+                                        const std::optional<std::string>& tag,
+                                        const ModelCore& model, const OptimizerCore& optimizer,
+                                        const LoadOptions& options = {}) {
+  return resume_from_checkpoint(path, tag, CheckpointParts().add(model, optimizer), options);
+}
 
 /// Keeps the checkpoint that `save` would write in memory that outlives the processes of the job:
 /// for `"recovery"`, with which a job that fails goes on from there (see docs/recovery.md);
@@ -129,9 +149,11 @@ SMP_API LoadedRun resume_from_checkpoint(const std::string& path,
 /// over the world; all ranks give the same arguments, but for `user_content`, which is world rank
 /// 0's. Where the memory is full, a `CheckpointError` on all ranks, of this call or of the next,
 /// after which training can go on.
-SMP_API void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
-                       const std::string& user_content = "{}");
 SMP_API void keep_copy(const CheckpointParts& parts, const std::string& user_content = "{}");
+inline void keep_copy(const ModelCore& model, const OptimizerCore& optimizer,
+                      const std::string& user_content = "{}") {
+  keep_copy(CheckpointParts().add(model, optimizer), user_content);
+}
 
 /// For jobs that are started again after a failure, by `"recovery"` or `smprun --restarts`: loads,
 /// as `load` does, the newest of the copy in memory and the job's complete checkpoints with an
@@ -139,11 +161,13 @@ SMP_API void keep_copy(const CheckpointParts& parts, const std::string& user_con
 /// error is that of the oldest. Returns nothing, and does nothing, when the job is started for the
 /// first time or has saved none. Collective over the world. Programs with several models save all
 /// of them in one checkpoint, as `CheckpointParts`.
-SMP_API std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
-                                                      const OptimizerCore& optimizer,
-                                                      const LoadOptions& options = {});
 SMP_API std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
                                                       const LoadOptions& options = {});
+inline std::optional<LoadedRun> resume_after_restart(const ModelCore& model,
+                                                     const OptimizerCore& optimizer,
+                                                     const LoadOptions& options = {}) {
+  return resume_after_restart(CheckpointParts().add(model, optimizer), options);
+}
 
 /// Adds the result of `save`, text of JSON, to checkpoints under `name`, and calls `load` with it
 /// when one is loaded: for positions in data and the like (`register_scheduler` is for

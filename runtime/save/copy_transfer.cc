@@ -4,9 +4,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <exception>
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -59,7 +57,7 @@ class StreamFiles {
       : folder_(std::move(folder)), medium_(medium) {}
 
   void read(const Piece& piece, const at::Tensor& into) {
-    attempt([&] {
+    work_.attempt([&] {
       auto& file = readers_[piece.of->to];
       if (piece.offset == 0) file = std::make_unique<checkpoint::FileReader>(path_of(piece));
       file->read(piece.offset, into.mutable_data_ptr(), piece.size);
@@ -67,7 +65,7 @@ class StreamFiles {
   }
 
   void write(const Piece& piece, const at::Tensor& bytes) {
-    attempt([&] {
+    work_.attempt([&] {
       auto& file = writers_[piece.of->from];
       if (piece.offset == 0) {
         file = std::make_unique<checkpoint::FileWriter>(path_of(piece), medium_);
@@ -78,27 +76,16 @@ class StreamFiles {
   }
 
   /// Throws the error.
-  void finish() const {
-    if (failure_) std::rethrow_exception(failure_);
-  }
+  void finish() const { work_.finish(); }
 
  private:
   std::string path_of(const Piece& piece) const { return folder_ + "/" + piece.of->file; }
-
-  void attempt(const std::function<void()>& action) {
-    if (failure_) return;
-    try {
-      action();
-    } catch (const CheckpointError&) {
-      failure_ = std::current_exception();
-    }
-  }
 
   const std::string folder_;
   const checkpoint::Medium medium_;
   std::map<int, std::unique_ptr<checkpoint::FileReader>> readers_;  // readers by receiver
   std::map<int, std::unique_ptr<checkpoint::FileWriter>> writers_;  // writers by sender
-  std::exception_ptr failure_;
+  FileWork work_;
 };
 
 /// The pieces of that number of all streams, at once.

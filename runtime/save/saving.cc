@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <exception>
 #include <future>
 #include <map>
 #include <optional>
@@ -146,30 +145,6 @@ class Save {
   comm::CommunicatorPtr group_;
 };
 
-/// The work of the one rank that writes a file, while others send: after an error it goes on
-/// receiving and does nothing else.
-class FileWork {
- public:
-  explicit FileWork(const comm::Communicator& group) : is_mine_(group.rank() == 0) {}
-
-  void attempt(const std::function<void()>& action) {
-    if (failure_ || !is_mine_) return;
-    try {
-      action();
-    } catch (const CheckpointError&) {
-      failure_ = std::current_exception();
-    }
-  }
-  /// Throws the error.
-  void finish() const {
-    if (failure_) std::rethrow_exception(failure_);
-  }
-
- private:
-  const bool is_mine_;
-  std::exception_ptr failure_;
-};
-
 /// The model as one file, which rank 0 of a group writes and the owners of tensors send to it.
 class MergedModel {
  public:
@@ -198,7 +173,7 @@ class MergedModel {
   /// Collective. An error of the file is thrown when everything was sent.
   std::string write(const checkpoint::Writer& writer, comm::Communicator& group) const {
     std::optional<checkpoint::MergedShard> file;
-    FileWork work(group);
+    FileWork work(group.rank() == 0);
     work.attempt([&] { file.emplace(writer, specs_, aliases_); });
     for (const size_t i : order()) {
       const at::Tensor value = bring(i, group);
@@ -214,7 +189,7 @@ class MergedModel {
   void write(const checkpoint::OutwardPlan& plan, const std::string& folder,
              comm::Communicator& group) const {
     std::optional<checkpoint::SafetensorsWriter> file;
-    FileWork work(group);
+    FileWork work(group.rank() == 0);
     work.attempt([&] { file.emplace(checkpoint::pretrained_file_in(folder), plan.stored()); });
     std::vector<size_t> brought;
     std::vector<at::Tensor> values;

@@ -85,4 +85,17 @@ void alone(comm::Communicator& group, const std::function<void()>& action) {
   }
 }
 
+void FileWork::attempt(const std::function<void()>& action) {
+  if (failure_ || !is_mine_) return;
+  try {
+    action();
+  } catch (const CheckpointError&) {
+    failure_ = std::current_exception();
+  }
+}
+
+void FileWork::finish() const {
+  if (failure_) std::rethrow_exception(failure_);
+}
+
 }  // namespace smp::runtime

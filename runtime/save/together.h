@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -25,5 +26,21 @@ std::vector<std::string> together_for_long(comm::Communicator& group,
 /// Calls `action`, which communicates. An error in it is this rank's alone, and others wait for it,
 /// so the group is aborted. Internal.
 void alone(comm::Communicator& group, const std::function<void()>& action);
+
+/// Work on files between messages to and from other ranks, which go on after an error: then nothing
+/// more is read or written. Internal.
+class FileWork {
+ public:
+  /// `is_mine`: false on a rank that takes part in the messages only.
+  explicit FileWork(bool is_mine = true) : is_mine_(is_mine) {}
+
+  void attempt(const std::function<void()>& action);
+  /// Throws the error.
+  void finish() const;
+
+ private:
+  const bool is_mine_;
+  std::exception_ptr failure_;
+};
 
 }  // namespace smp::runtime

@@ -274,7 +274,9 @@ TEST_F(SavesTest, TwoJobsThatSaveIntoOneFolderLoseNothing) {
     for (size_t job = 0; job < jobs.size(); ++job) {
       int status = 0;
       ASSERT_EQ(waitpid(jobs[job], &status, 0), jobs[job]);
-      if (job != victim) EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+      if (job != victim) {
+        EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+      }
     }
     value_of(path("c"));  // whole, and of one save
   }

@@ -56,7 +56,9 @@ TEST(Axes, FoldSomeOfTheDigits) {
         for (size_t i = 0; i < all.size(); ++i) {
           differs |= ((chosen >> i) & 1U) == 0 && all[i].index_of(other) != all[i].index_of(rank);
         }
-        if (other == rank) EXPECT_EQ(axes.index_of(rank), static_cast<int>(expected.size()));
+        if (other == rank) {
+          EXPECT_EQ(axes.index_of(rank), static_cast<int>(expected.size()));
+        }
         if (!differs) expected.push_back(other);
       }
       EXPECT_EQ(axes.members(rank), expected);

@@ -76,7 +76,7 @@ TEST(Transfers, AGradientComesBackOnlyFromWhereOneIs) {
   const Ref metric = b.op("aten::add.Tensor", {x, detached, 1});
   b.backward(loss);
   b.output(metric);
-  const Plan plan = complete_plan(b.graph(), one_stage_per_rank(3), {0, 0, 1, 2}, {});
+  const Plan plan = complete_plan(b.graph(), {0, 1, 2}, {0, 0, 1, 2}, {});
   EXPECT_THAT(plan.transfers, ElementsAre(Transfer{x.id, 0, 1, true}, Transfer{x.id, 1, 2, false},
                                           Transfer{detached.id, 0, 2, false}));
 }
@@ -91,11 +91,11 @@ TEST(Transfers, AValueWrittenThroughAViewRequiresGradFromThenOn) {
   b.backward(loss);
   b.output(loss);
   EXPECT_FALSE(b.graph().values[out.id].meta.requires_grad);
-  EXPECT_THAT(complete_plan(b.graph(), one_stage_per_rank(2), {0, 1, 1, 1}, {}).transfers,
+  EXPECT_THAT(complete_plan(b.graph(), {0, 1}, {0, 1, 1, 1}, {}).transfers,
               ElementsAre(Transfer{out.id, 0, 1, false}));
-  const Plan late = complete_plan(b.graph(), one_stage_per_rank(2), {0, 0, 0, 1}, {});
+  const Plan late = complete_plan(b.graph(), {0, 1}, {0, 0, 0, 1}, {});
   EXPECT_THAT(late.transfers, ElementsAre(Transfer{out.id, 0, 1, true}));
-  const Plan chain = complete_plan(b.graph(), one_stage_per_rank(3), {0, 1, 1, 2}, {});
+  const Plan chain = complete_plan(b.graph(), {0, 1, 2}, {0, 1, 1, 2}, {});
   EXPECT_THAT(chain.transfers,
               ElementsAre(Transfer{out.id, 0, 1, false}, Transfer{out.id, 1, 2, true}));
 }
@@ -126,7 +126,7 @@ TEST(Owners, ATiedWeightHasOneOwnerAndItsGradientReturnsStageByStage) {
   }
   b.backward(x);
   b.output(x);
-  const Plan plan = complete_plan(b.graph(), one_stage_per_rank(4), {0, 1, 1, 2, 3}, {});
+  const Plan plan = complete_plan(b.graph(), {0, 1, 2, 3}, {0, 1, 1, 2, 3}, {});
   EXPECT_EQ(plan.owner, (Owners{{"embed.weight", 0}}));
   EXPECT_THAT(plan.replicas,
               ElementsAre(Replica{tied.id, 0, 1, 0, false}, Replica{tied.id, 0, 2, 0, true},
@@ -196,8 +196,8 @@ TEST(Owners, InAnotherOrderRanksRunTheirStagesInThatOrder) {
   const Owners swapped{{"fc0.weight", 1}, {"fc2.weight", 0}};
   const Plan plan = partition(chain.b.graph(), PartitionOptions(2).owner(swapped));
   EXPECT_THAT(plan.rank_of_stage, ElementsAre(1, 0));
-  EXPECT_EQ(plan.owner_rank("fc0.weight"), 1);
-  EXPECT_EQ(plan.owner_rank("fc2.weight"), 0);
+  EXPECT_EQ(plan.rank_of_stage[plan.owner.at("fc0.weight")], 1);
+  EXPECT_EQ(plan.rank_of_stage[plan.owner.at("fc2.weight")], 0);
 }
 
 // ---- Gradients against autograd --------------------------------------------------------------
@@ -213,7 +213,7 @@ TEST(Gradients, ComeBackWhereAutogradGivesOne) {
       if (!legal[i]) continue;
       std::vector<int> stages(graph.operators.size(), 0);
       std::fill(stages.begin() + static_cast<long>(i) + 1, stages.end(), 1);
-      const Plan plan = complete_plan(graph, one_stage_per_rank(2), stages, {});
+      const Plan plan = complete_plan(graph, {0, 1}, stages, {});
       const StagedRun run(graph, plan, program.initial());
       run.tensor(plan.stage_of_root[0], graph.roots[0].value).backward();
       for (const Transfer& transfer : plan.transfers) {

@@ -52,8 +52,8 @@ TEST(LegalCuts, RandomProgramsRunInStagesAsInOnePiece) {
     ASSERT_EQ(legal.size(), graph.operators.size() - 1);
     for (int i = 0; i < static_cast<int>(legal.size()); ++i) {
       EXPECT_EQ(legal[i], why_illegal(graph, i).empty()) << "seed " << seed << " cut " << i;
-      const Plan plan = complete_plan(graph, one_stage_per_rank(2),
-                                      stages_of_cuts(graph.operators.size(), {i}), {});
+      const Plan plan =
+          complete_plan(graph, {0, 1}, stages_of_cuts(graph.operators.size(), {i}), {});
       const bool same = same_results(program, plan);
       if (legal[i]) {
         ++legal_cuts_seen;
@@ -64,8 +64,8 @@ TEST(LegalCuts, RandomProgramsRunInStagesAsInOnePiece) {
       }
       for (int k = i + 1; legal[i] && k < static_cast<int>(legal.size()); ++k) {
         if (!legal[k]) continue;
-        const Plan three = complete_plan(graph, one_stage_per_rank(3),
-                                         stages_of_cuts(graph.operators.size(), {i, k}), {});
+        const Plan three =
+            complete_plan(graph, {0, 1, 2}, stages_of_cuts(graph.operators.size(), {i, k}), {});
         ++split_in_three;
         ASSERT_TRUE(same_results(program, three))
             << "seed " << seed << " cuts " << i << " and " << k << "\n"
@@ -108,12 +108,7 @@ TEST(LegalCuts, RefusesAWriteThatAnotherAliasSees) {
 }
 
 TEST(LegalCuts, AnOutputIsUsedAfterTheLastWrite) {
-  GraphBuilder b;
-  b.grad_mode = false;
-  const Ref y = b.op("aten::relu", {b.input(at::ones({2, 2}))});
-  const Ref row = b.op("aten::select.int", {y, 0, 0});
-  b.op("aten::relu_", {row});
-  b.output(y);
+  GraphBuilder b = written_by_a_view();
   EXPECT_EQ(legal_cuts(b.graph()), std::vector<bool>({true, false}));
   const Plan plan = partition(b.graph(), PartitionOptions(2));
   EXPECT_EQ(plan.stage_of_operator, std::vector<int>({0, 1, 1}));

@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/ones.h>
 
 #include <map>
 #include <string>
@@ -182,5 +183,17 @@ class GraphBuilder {
   std::vector<at::Tensor> tensors_;  ///< keeps storages alive, so that their addresses differ
   std::map<const c10::StorageImpl*, int> alias_sets_;
 };
+
+/// y = relu(x), a row of y, and relu_ of the row: y is used afterwards, so that the last cut is
+/// illegal.
+inline GraphBuilder written_by_a_view() {
+  GraphBuilder b;
+  b.grad_mode = false;
+  const Ref y = b.op("aten::relu", {b.input(at::ones({2, 2}))});
+  const Ref row = b.op("aten::select.int", {y, 0, 0});
+  b.op("aten::relu_", {row});
+  b.output(y);
+  return b;
+}
 
 }  // namespace smp::partitioner::testing

@@ -252,12 +252,7 @@ TEST(Partition, StagesMayStayEmptyOnRequest) {
 // ---- Errors ----------------------------------------------------------------------------------
 
 TEST(Errors, TooFewPieces) {
-  GraphBuilder b;
-  b.grad_mode = false;
-  const Ref y = b.op("aten::relu", {b.input(ones(2, 2))});
-  const Ref row = b.op("aten::select.int", {y, 0, 0});
-  b.op("aten::relu_", {row});
-  b.output(y);
+  GraphBuilder b = written_by_a_view();
   EXPECT_EQ(
       error_of<PartitionError>([&] { partition(b.graph(), PartitionOptions(4)); }),
       "[smp] cannot divide 3 operators into 4 stages: at most 2 are possible, since 1 of the 2 "

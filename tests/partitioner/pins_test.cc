@@ -90,7 +90,7 @@ TEST(Pins, TheRestIsBalancedAroundThem) {
   const Plan plan =
       partition(model.b.graph(), PartitionOptions(options).pinned(Owners{{"fc2.weight", 0}}));
   EXPECT_THAT(ranks_of(plan), ElementsAre(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1));
-  EXPECT_EQ(plan.owner_rank("fc2.weight"), 0);
+  EXPECT_EQ(plan.rank_of_stage[plan.owner.at("fc2.weight")], 0);
   EXPECT_EQ(plan.reason_of_operator[6], "parameter fc2.weight is pinned to partition 0");
   EXPECT_EQ(plan.reason_of_operator[7], "parameter fc2.weight is pinned to partition 0")
       << "it reads the weight through a view";
@@ -110,8 +110,8 @@ TEST(Pins, BackToAnEarlierPartitionMakesAStageOfItsOwn) {
       PartitionOptions(2).pinned(Owners{{"fc0.weight", 0}, {"fc1.weight", 1}, {"fc2.weight", 0}});
   const Plan plan = partition(model.b.graph(), options);
   EXPECT_THAT(plan.rank_of_stage, ElementsAre(0, 1, 0));
-  EXPECT_EQ(plan.owner_rank("fc1.weight"), 1);
-  EXPECT_EQ(plan.owner_rank("fc2.weight"), 0);
+  EXPECT_EQ(plan.rank_of_stage[plan.owner.at("fc1.weight")], 1);
+  EXPECT_EQ(plan.rank_of_stage[plan.owner.at("fc2.weight")], 0);
   for (const int first : {0, 3, 6}) {
     EXPECT_EQ(ranks_of(plan)[first], first == 3 ? 1 : 0);
     EXPECT_EQ(ranks_of(plan)[first + 1], first == 3 ? 1 : 0);
@@ -147,7 +147,7 @@ TEST(Manual, WithoutPinsAllIsOnTheDefaultPartition) {
   Layers model(2);
   const Plan plan = partition(model.b.graph(), manual(2).default_partition(1));
   EXPECT_THAT(ranks_of(plan), ElementsAre(1, 1, 1, 1, 1, 1, 1));
-  EXPECT_EQ(plan.owner_rank("fc0.weight"), 1);
+  EXPECT_EQ(plan.rank_of_stage[plan.owner.at("fc0.weight")], 1);
 }
 
 TEST(Manual, ALaterStepFunctionFollowsTheOwners) {
@@ -243,12 +243,7 @@ TEST(PinErrors, APinAgainstASettledOwner) {
 }
 
 TEST(PinErrors, AnIllegalCut) {
-  GraphBuilder b;
-  b.grad_mode = false;
-  const Ref y = b.op("aten::relu", {b.input(ones(2, 2))});
-  const Ref row = b.op("aten::select.int", {y, 0, 0});
-  b.op("aten::relu_", {row});
-  b.output(y);
+  GraphBuilder b = written_by_a_view();
   b.graph().operators[1].mode.partition = 0;
   b.graph().operators[2].mode.partition = 1;
   const std::string expected =

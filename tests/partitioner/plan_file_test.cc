@@ -193,12 +193,7 @@ TEST(PlanFile, OfNamesThatAreNoUtf8) {
 }
 
 TEST(PlanFile, AnIllegalCut) {
-  GraphBuilder b;
-  b.grad_mode = false;
-  const Ref y = b.op("aten::relu", {b.input(at::ones({2, 2}))});
-  const Ref row = b.op("aten::select.int", {y, 0, 0});
-  b.op("aten::relu_", {row});
-  b.output(y);
+  GraphBuilder b = written_by_a_view();
   const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 1}, {});
   EXPECT_THAT(load_error(b.graph(), plan_to_json(b.graph(), plan)),
               HasSubstr("plan.json: the plan cannot be used. plan: the cut between operators "

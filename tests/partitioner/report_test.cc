@@ -96,8 +96,7 @@ TEST(StageModules, ShortestNamesThatAreTrue) {
     b.scope = scope;
     x = b.op("aten::relu", {x});
   }
-  const Plan plan =
-      complete_plan(b.graph(), one_stage_per_rank(2), {0, 0, 0, 0, 0, 1, 1, 1, 1, 1}, {});
+  const Plan plan = complete_plan(b.graph(), {0, 1}, {0, 0, 0, 0, 0, 1, 1, 1, 1, 1}, {});
   const std::vector<std::string> modules = stage_modules(b.graph(), plan);
   EXPECT_EQ(modules[0], "a, b.0, b.1.p");
   EXPECT_EQ(modules[1], "b.1 (part), b.2, b.4, c10, c11");

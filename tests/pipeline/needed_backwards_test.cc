@@ -60,7 +60,7 @@ TEST(NeededBackwards, EveryScheduleHasTheseAndNoOthers) {
         EXPECT_EQ(parse_schedule(to_string(schedule)), schedule);
         EXPECT_EQ(schedule_from_json(schedule_to_json(schedule), "x.json"), schedule);
         const auto order = kind.generate(options);
-        EXPECT_EQ(schedule_from_csv(schedule_to_csv(order), "x.csv"), order);
+        EXPECT_EQ(schedule_from_csv(csv_of(order), "x.csv"), order);
       }
     }
   }

@@ -11,6 +11,7 @@
 #include "pipeline/schedule.h"
 #include "pipeline/simulator.h"
 #include "pipeline/verifier.h"
+#include "pipeline/walk.h"
 #include "tests/error_of.h"
 
 namespace smp::pipeline {
@@ -38,6 +39,29 @@ inline std::vector<StageEdge> all_pairs(int stages) {
     }
   }
   return edges;
+}
+
+/// The least credit without deadlock: how many messages a channel must be able to hold. 1 for the
+/// generators' schedules of chains; skips may need more, but never more than the microbatches in
+/// flight. Throws as `verify` does when no credit makes the schedule right.
+inline int required_credit(const Schedule& schedule, const std::vector<StageEdge>& edges) {
+  verify(schedule, edges, VerifyOptions().credit(schedule.microbatches()));
+  return least_credit(schedule, 1);
+}
+
+/// The computes as `torch.distributed.pipelining` writes them.
+inline std::string csv_of(const Schedule& schedule) {
+  std::string text;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const char* separator = "";
+    for (const auto& action : schedule.actions(rank)) {
+      if (!action.is_compute()) continue;
+      text += separator + to_string(action);
+      separator = ",";
+    }
+    text += '\n';
+  }
+  return text;
 }
 
 inline Schedule lowered(Generator generator, const ScheduleOptions& options) {

@@ -38,12 +38,14 @@ inline RankTimeline recorded(int rank, int steps = 1, int replica = 0) {
   for (size_t i = 0; i < times.size(); ++i) {
     if (two_ranks().actions(rank)[i].is_transfer()) recorder.set_bytes(i, 4096);
   }
+  std::vector<TimedAction> kept(times.size());
+  kept[0].memory = 2048;
+  recorder.set_kept(kept);
   for (int step = 0; step < steps; ++step) {
     recorder.begin_step(step + 7);
     for (size_t i = 0; i < times.size(); ++i) {
       const int64_t begin = kOrigin + step * 20'000;
       recorder.record(i, begin + times[i].first, begin + times[i].second);
-      recorder.record_kept(i, i == 0 ? 2048 : 0);
     }
   }
   return recorder.finish();

@@ -227,7 +227,7 @@ class Rank {
         state_.table(),
         [&](const std::string& name) {
           const auto owner = plan_.owner.find(name);
-          return rank_ == (owner == plan_.owner.end() ? 0 : plan_.owner_rank(name));
+          return rank_ == (owner == plan_.owner.end() ? 0 : plan_.rank_of_stage[owner->second]);
         },
         step, outcome_);
   }

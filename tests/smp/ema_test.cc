@@ -89,7 +89,9 @@ TEST_P(EmaOnRanks, GoesOnFromACheckpointOfAnotherLayout) {
   EXPECT_EQ(expected.at("tensors").size(), third.averages.size());
   const auto saves_the_same = [&](Program& program, const std::string& name) {
     program.save(path(name));
-    if (rank() == 0) EXPECT_EQ(averages_in(path(name)), expected) << name;
+    if (rank() == 0) {
+      EXPECT_EQ(averages_in(path(name)), expected) << name;
+    }
   };
   run(
       layout(), precision(),
@@ -98,12 +100,16 @@ TEST_P(EmaOnRanks, GoesOnFromACheckpointOfAnotherLayout) {
         EXPECT_EQ(program.ema().updates(), 3);
         saves_the_same(program, "before the first step");
         smp::save(path("alone"), program.model());
-        if (rank() == 0) EXPECT_EQ(averages_in(path("alone")), expected);
+        if (rank() == 0) {
+          EXPECT_EQ(averages_in(path("alone")), expected);
+        }
         program.train(3);
         program.load(path("before the first step"));
         saves_the_same(program, "after the first step");
         save_async(path("asynchronous"), program.model(), program.optimizer()).wait();
-        if (rank() == 0) EXPECT_EQ(averages_in(path("asynchronous")), expected);
+        if (rank() == 0) {
+          EXPECT_EQ(averages_in(path("asynchronous")), expected);
+        }
         expect_equal(program.averaged_state(), state_of(*third.net), "loaded average");
       },
       /*seed=*/6);

@@ -151,7 +151,9 @@ TEST(FrozenModel, AveragesOfAFrozenStageAreSaved) {
     optimizer.step();
     ema.update();
     for (const auto& parameter : model->local_parameters()) {
-      if (pp_rank() == 0) EXPECT_FALSE(parameter.requires_grad());
+      if (pp_rank() == 0) {
+        EXPECT_FALSE(parameter.requires_grad());
+      }
     }
     smp::save(path, model, optimizer);
   });

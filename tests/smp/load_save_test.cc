@@ -182,7 +182,9 @@ std::map<torch::Dtype, std::string> LoadSave::trained_;
 TEST_P(LoadSave, IsTheIdentityAtEveryPointOfAProgram) {
   const json expected = trained("a");
   const auto same = [&](const std::string& name) {
-    if (rank() == 0) EXPECT_EQ(content_of(path(name)), expected) << name;
+    if (rank() == 0) {
+      EXPECT_EQ(content_of(path(name)), expected) << name;
+    }
   };
   run(GetParam().layout,
       [&](Program& program) {
@@ -228,7 +230,9 @@ TEST_P(LoadSave, OverTheCheckpointThatWasLoaded) {
         program.save(path("a"));
         program.load(path("a"));
         program.save(path("a"));
-        if (rank() == 0) EXPECT_EQ(content_of(path("a")), expected);
+        if (rank() == 0) {
+          EXPECT_EQ(content_of(path("a")), expected);
+        }
         program.train(3);
         program.save(path("b"));
       },
@@ -247,11 +251,15 @@ TEST_P(LoadSave, StateThatWaitsForTheProgram) {
       [&](Program& program) {
         program.load(path("a"));
         program.save(path("waiting"));
-        if (rank() == 0) EXPECT_EQ(content_of(path("waiting")), expected);
+        if (rank() == 0) {
+          EXPECT_EQ(content_of(path("waiting")), expected);
+        }
         program.scale_loss();
         program.register_schedule();
         program.save(path("taken"));
-        if (rank() == 0) EXPECT_EQ(content_of(path("taken")), expected);
+        if (rank() == 0) {
+          EXPECT_EQ(content_of(path("taken")), expected);
+        }
       },
       {/*seed=*/6, /*scales_late=*/true, /*schedules_late=*/true});
 }
@@ -274,7 +282,9 @@ TEST_P(LoadSave, StateDictionariesBeforeTheFirstStep) {
         // And back: into an optimizer that has lost it.
         program.optimizer().load_state_dict(state);
         program.save(path("b"));
-        if (rank() == 0) EXPECT_EQ(content_of(path("b")), content_of(path("a")));
+        if (rank() == 0) {
+          EXPECT_EQ(content_of(path("b")), content_of(path("a")));
+        }
       },
       {/*seed=*/6});
 }

@@ -204,7 +204,9 @@ TEST_F(Model, LocalModulesAreThoseWithLocalParameters) {
         const bool mine =
             local.count(item.key() + ".weight") + local.count(item.key() + ".bias") > 0;
         EXPECT_EQ(modules.contains(item.key()), mine) << item.key();
-        if (mine) EXPECT_EQ(modules[item.key()], item.value());
+        if (mine) {
+          EXPECT_EQ(modules[item.key()], item.value());
+        }
       }
       const std::lock_guard<std::mutex> lock(mutex_);
       for (const auto& item : modules) ++owners[item.key()];

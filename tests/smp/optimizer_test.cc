@@ -158,7 +158,9 @@ TEST(DistributedOptimizer, ClosuresAndBothWaysToZeroGradients) {
       for (const auto& parameter : all) {
         EXPECT_TRUE(!parameter.grad().defined() || !set_to_none);
         const bool is_here = parameter.grad().defined() && !graph::is_absent(parameter.grad());
-        if (is_here) EXPECT_EQ(parameter.grad().abs().max().item<float>(), 0);
+        if (is_here) {
+          EXPECT_EQ(parameter.grad().abs().max().item<float>(), 0);
+        }
       }
     });
   }

@@ -222,8 +222,9 @@ TEST(ShardedParameters, AreHeldInParts) {
                                         [&](DistributedModel<TinyGpt>& model, int) {
                                           of_rank[rank()] = held_elements(*model.get_module());
                                           for (const auto& parameter : model->parameters()) {
-                                            if (parameter.numel() >= 100)
+                                            if (parameter.numel() >= 100) {
                                               EXPECT_TRUE(graph::is_absent(parameter.grad()));
+                                            }
                                           }
                                         });
     for (int group = 0; group < replicas; group += degree) {

@@ -372,7 +372,9 @@ struct TrainingCase {
     trace.largest.push_back(largest);
     trace.norms.push_back(torch::nn::utils::clip_grad_norm_(parameters, max_norm, norm_type));
     // A gradient of zero has a zero norm of negative order.
-    if (norm_type >= 0) EXPECT_GT(trace.norms.back(), max_norm) << "clipping did nothing";
+    if (norm_type >= 0) {
+      EXPECT_GT(trace.norms.back(), max_norm) << "clipping did nothing";
+    }
   }
 
   void clip(const DistributedModel<Net>& model, Trace& trace) const {

@@ -86,12 +86,12 @@ TEST(ScheduleView, PlacesStagesAsTheScheduleNeedsThem) {
 TEST(ScheduleView, ReadsFiles) {
   const auto order = pipeline::make_schedule("zb_h1", ScheduleOptions(3, 4));
   const auto whole = pipeline::lower(order, {{0, 1}, {1, 2}, {0, 2}});  // order with a skip
-  pipeline::save_schedule(order, temporary("order.csv"));
-  pipeline::save_schedule(whole, temporary("whole.txt"));
+  std::ofstream(temporary("order.json")) << pipeline::schedule_to_json(order);
+  std::ofstream(temporary("whole.txt")) << to_string(whole);
   const auto from_name = show_schedule("zb_h1", config_of(3, 4), "text");
   const auto body = from_name.substr(from_name.find('\n'));
   for (const char* file : {"order", "whole"}) {
-    const auto path = temporary(std::string(file) + (file[0] == 'o' ? ".csv" : ".txt"));
+    const auto path = temporary(std::string(file) + (file[0] == 'o' ? ".json" : ".txt"));
     EXPECT_EQ(show_schedule(path, Config(), "text"),
               std::string(file) + ", 3 ranks, 4 microbatches" + body);
   }
