@@ -9,7 +9,6 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -21,7 +20,6 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 #include <vector>
 
@@ -32,6 +30,7 @@
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
 #include "tests/device/fake_device.h"
+#include "tests/device/two_processes.h"
 #include "tests/error_of.h"
 
 namespace smp::testing {
@@ -459,49 +458,8 @@ TEST(IpcChannels, AnEventThatDoesNotComeEndsTheTrial) {
   });
 }
 
-/// Rank 1 is another process.
-class AnotherProcess : public ::testing::Test {
- protected:
-  /// Calls `here` on rank 0 and `there` on rank 1.
-  void run(const Body& here, const Body& there) {
-    c10d::TCPStoreOptions options;
-    options.port = 0;
-    options.isServer = true;
-    options.waitWorkers = false;
-    const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-    c10d::TCPStoreOptions others;
-    others.port = store->getPort();
-    child_ = fork();
-    if (child_ == 0) {
-      alarm(120);
-      const auto own = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", others);
-      call(there, join(own, 1, 2));
-      _exit(0);
-    }
-    call(here, join(store, 0, 2));
-  }
-
-  void expect_end(int expected) const {
-    int status = -1;
-    waitpid(child_, &status, 0);
-    EXPECT_EQ(status, expected);
-  }
-
-  void kill_other() const {
-    kill(child_, SIGKILL);
-    expect_end(SIGKILL);
-  }
-
- private:
-  static void call(const Body& body, const CommunicatorPtr& world) {
-    body(comm::make_device_communicator(world, fake_device()), fake_device());
-  }
-
-  pid_t child_ = -1;
-};
-
 /// Messages there and back, on lanes that grow.
-TEST_F(AnotherProcess, SendsBackWhatItGot) {
+TEST_F(TwoProcesses, SendsBackWhatItGot) {
   const auto pass = [](const CommunicatorPtr& group, at::Device device) {
     comm::ChannelPool pool(group);
     const bool is_first = group->rank() == 0;
@@ -529,10 +487,10 @@ TEST_F(AnotherProcess, SendsBackWhatItGot) {
   run(pass, [&](const CommunicatorPtr& group, at::Device device) {
     if (pass(group, device)) _exit(1);
   });
-  expect_end(0);
+  EXPECT_EQ(end_of_other(), 0);
 }
 
-TEST_F(AnotherProcess, MayWantNoMemoryShared) {
+TEST_F(TwoProcesses, MayWantNoMemoryShared) {
   const auto route_again = [](const CommunicatorPtr& group) {
     return device_route(*group->split({0, 1}, "again"));
   };
@@ -550,15 +508,16 @@ TEST_F(AnotherProcess, MayWantNoMemoryShared) {
         if (route_again(group) != expected) _exit(1);
         group->barrier();
       });
-  expect_end(0);
+  EXPECT_EQ(end_of_other(), 0);
 }
 
-TEST_F(AnotherProcess, MayDieBeforeItReceives) {
+TEST_F(TwoProcesses, MayDieBeforeItReceives) {
   run(
       [this](const CommunicatorPtr& group, at::Device device) {
         comm::Channels ends = group->open_channels({spec_to(1, device)}, {});
         send(*ends.senders[0], 0, device);
         kill_other();
+        EXPECT_EQ(end_of_other(), SIGKILL);
         expect_has(error_of<CommError>([&] {
                      for (int i = 0; i < 4; ++i) send(*ends.senders[0], i, device);
                    }),
@@ -572,12 +531,13 @@ TEST_F(AnotherProcess, MayDieBeforeItReceives) {
       });
 }
 
-TEST_F(AnotherProcess, MayDieWhenItHasSent) {
+TEST_F(TwoProcesses, MayDieWhenItHasSent) {
   run(
       [this](const CommunicatorPtr& group, at::Device device) {
         comm::Channels ends = group->open_channels({}, {spec_to(1, device)});
         const at::Tensor got = receive(*ends.receivers[0], 7);
         kill_other();
+        EXPECT_EQ(end_of_other(), SIGKILL);
         ends.receivers[0]->expect(1);
         expect_has(error_of<CommError>([&] { ends.receivers[0]->receive(); }), "rank 1");
         ends.receivers.clear();

@@ -7,7 +7,6 @@
 #include <ATen/ATen.h>
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -23,7 +22,6 @@
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 #include <vector>
 
@@ -36,6 +34,7 @@
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
 #include "tests/device/fake_device.h"
+#include "tests/device/two_processes.h"
 #include "tests/error_of.h"
 
 namespace smp::testing {
@@ -488,44 +487,6 @@ INSTANTIATE_TEST_SUITE_P(Ranks, IpcCollectives,
                                            info.param.are_processes ? "Processes" : "Threads", "On",
                                            info.param.devices);
                          });
-
-/// The ranks are two processes.
-class TwoProcesses : public ::testing::Test {
- protected:
-  using Body = std::function<void(const CommunicatorPtr& group, at::Device device)>;
-
-  void run(const Body& here, const Body& there) {
-    c10d::TCPStoreOptions options;
-    options.port = 0;
-    options.isServer = true;
-    options.waitWorkers = false;
-    const auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-    c10d::TCPStoreOptions others;
-    others.port = store->getPort();
-    child_ = fork();
-    if (child_ == 0) {
-      alarm(120);
-      call(there, c10::make_intrusive<c10d::TCPStore>("127.0.0.1", others), 1);
-      _exit(::testing::Test::HasFailure() ? 1 : 0);
-    }
-    call(here, store, 0);
-  }
-
-  int end_of_other() const {
-    int status = -1;
-    waitpid(child_, &status, 0);
-    return status;
-  }
-  void kill_other() const { kill(child_, SIGKILL); }
-
- private:
-  static void call(const Body& body, const c10::intrusive_ptr<c10d::Store>& store, int rank) {
-    const auto world = comm::make_store_world(store, rank, 2, std::chrono::seconds(60));
-    body(comm::make_device_communicator(world, fake_device()), fake_device());
-  }
-
-  pid_t child_ = -1;
-};
 
 /// In slots of the sizes that are used, some of which are too small.
 TEST_F(TwoProcesses, AddAndGather) {
