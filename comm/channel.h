@@ -40,6 +40,19 @@ inline bool moves_on_device(const ChannelSpec& spec) {
   return !spec.device.is_cpu() && spec.bytes > spec.host_bytes;
 }
 
+/// Length of the longest part behind the first bytes of a channel's messages.
+inline int64_t element_bytes(const ChannelSpec& spec) { return spec.bytes - spec.host_bytes; }
+
+/// The part of a channel's messages that goes through the host: the first bytes where the rest
+/// moves on the device, otherwise all.
+inline ChannelSpec host_part(ChannelSpec spec) {
+  if (moves_on_device(spec)) {
+    spec.bytes = spec.host_bytes;
+    spec.device = at::kCPU;
+  }
+  return spec;
+}
+
 /// The end that sends. Belongs to one thread at a time.
 class Sender {
  public:

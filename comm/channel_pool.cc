@@ -7,8 +7,6 @@
 #include <numeric>
 #include <tuple>
 
-#include "comm/host_parts.h"
-
 namespace smp::comm {
 namespace {
 

@@ -2,6 +2,7 @@
 #include "comm/collective.h"
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 
 #include "comm/reduce.h"
@@ -10,25 +11,10 @@
 namespace smp {
 
 const char* to_string(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return "sum";
-    case ReduceOp::kAverage:
-      return "average";
-    case ReduceOp::kMin:
-      return "min";
-    case ReduceOp::kMax:
-      return "max";
-    case ReduceOp::kProduct:
-      return "product";
-    case ReduceOp::kBitAnd:
-      return "bitwise and";
-    case ReduceOp::kBitOr:
-      return "bitwise or";
-    case ReduceOp::kBitXor:
-      return "bitwise xor";
-  }
-  return "unknown";
+  constexpr std::array kNames = {"sum",     "average",     "min",        "max",
+                                 "product", "bitwise and", "bitwise or", "bitwise xor"};
+  static_assert(kNames.size() == static_cast<size_t>(ReduceOp::kBitXor) + 1);
+  return kNames.at(static_cast<size_t>(op));
 }
 
 namespace comm {
@@ -82,55 +68,27 @@ void fill_splits(const Caller& caller, const char* argument, const at::Tensor& t
 }  // namespace
 
 const char* Collective::name(Kind kind) {
-  switch (kind) {
-    case Kind::kAllReduce:
-      return "all_reduce";
-    case Kind::kReduce:
-      return "reduce";
-    case Kind::kBroadcast:
-      return "broadcast";
-    case Kind::kAllGather:
-      return "all_gather";
-    case Kind::kReduceScatter:
-      return "reduce_scatter";
-    case Kind::kAllToAll:
-      return "all_to_all";
-    case Kind::kGather:
-      return "gather";
-    case Kind::kScatter:
-      return "scatter";
-    case Kind::kBarrier:
-      return "barrier";
-    case Kind::kSharedTensor:
-      return "shared_tensor";
-  }
-  return "unknown";
+  constexpr std::array kNames = {"all_reduce",     "reduce",       "broadcast", "all_gather",
+                                 "reduce_scatter", "all_to_all",   "gather",    "scatter",
+                                 "barrier",        "shared_tensor"};
+  static_assert(kNames.size() == static_cast<size_t>(Kind::kSharedTensor) + 1);
+  return kNames.at(static_cast<size_t>(kind));
+}
+
+bool Collective::has_root() const {
+  return kind == Kind::kReduce || kind == Kind::kBroadcast || kind == Kind::kGather ||
+         kind == Kind::kScatter;
 }
 
 bool Collective::reads(int rank) const {
-  switch (kind) {
-    case Kind::kBroadcast:
-    case Kind::kScatter:
-      return rank == root;
-    case Kind::kBarrier:
-      return false;
-    default:
-      return true;
-  }
+  const bool is_from_root = kind == Kind::kBroadcast || kind == Kind::kScatter;
+  return kind != Kind::kBarrier && (!is_from_root || rank == root);
 }
 
 bool Collective::writes(int rank) const {
-  switch (kind) {
-    case Kind::kReduce:
-    case Kind::kGather:
-      return rank == root;
-    case Kind::kBroadcast:
-      return rank != root;
-    case Kind::kBarrier:
-      return false;
-    default:
-      return true;
-  }
+  const bool is_to_root = kind == Kind::kReduce || kind == Kind::kGather;
+  const bool is_given = kind == Kind::kBroadcast && rank == root;
+  return kind != Kind::kBarrier && (!is_to_root || rank == root) && !is_given;
 }
 
 bool Signature::operator==(const Signature& other) const {
@@ -212,35 +170,20 @@ void check_collective(Collective& call, const std::string& group, int rank, int 
   if (!in_place && call.reads(rank)) {
     check_tensor(group, call.name(), "input", call.input, device);
   }
-  switch (call.kind) {
-    case Kind::kReduce:
-    case Kind::kBroadcast:
-    case Kind::kGather:
-    case Kind::kScatter:
-      check_rank(group, call.name(), "root", call.root, size);
-      break;
-    default:
-      break;
+  if (call.has_root()) {
+    check_rank(group, call.name(), "root", call.root, size);
   }
   if (call.reduces()) {
     check_can_reduce(group, call.name(), call.input.scalar_type(), call.op);
   }
   switch (call.kind) {
     case Kind::kAllGather:
-      check_parts(caller, "output", call.output, "input", call.input);
-      break;
     case Kind::kGather:
-      if (rank == call.root) {
-        check_parts(caller, "output", call.output, "input", call.input);
-      }
-      break;
-    case Kind::kScatter:
-      if (rank == call.root) {
-        check_parts(caller, "input", call.input, "output", call.output);
-      }
+      if (call.writes(rank)) check_parts(caller, "output", call.output, "input", call.input);
       break;
     case Kind::kReduceScatter:
-      check_parts(caller, "input", call.input, "output", call.output);
+    case Kind::kScatter:
+      if (call.reads(rank)) check_parts(caller, "input", call.input, "output", call.output);
       break;
     case Kind::kAllToAll:
       check_same_dtype(caller);

@@ -43,6 +43,8 @@ struct Collective {
     return kind == Kind::kAllReduce || kind == Kind::kReduce || kind == Kind::kReduceScatter;
   }
 
+  bool has_root() const;
+
   /// Whether this rank's `input` is read, and its `output` written. The other tensors may be
   /// undefined, but for those of operations in place.
   bool reads(int rank) const;

@@ -23,32 +23,44 @@ Message receive_from(int peer, void* data, size_t bytes) {
   return {Message::Direction::kReceive, peer, data, bytes};
 }
 
+// A part of the input to each other rank, and one of the output from each. Those without a byte are
+// not sent; both ends know which.
+Round exchange_round(int rank, const std::byte* input, const Slices& sends, std::byte* output,
+                     const Slices& receives) {
+  Round round;
+  for (int peer = 0; peer < static_cast<int>(sends.size()); ++peer) {
+    const Slice sent = sends[peer], received = receives[peer];
+    if (peer != rank && received.bytes() > 0) {
+      round.messages.push_back(receive_from(peer, output + received.begin, received.bytes()));
+    }
+    if (peer != rank && sent.bytes() > 0) {
+      round.messages.push_back(send_to(peer, input + sent.begin, sent.bytes()));
+    }
+  }
+  return round;
+}
+
 // My values of each slice go to its owner; all ranks' values of mine come into a scratch buffer and
 // are reduced into `result`.
 Round reduce_own_slice(const Collective& call, int rank, const Slices& slices, std::byte* result) {
   const auto* data = static_cast<const std::byte*>(call.input.const_data_ptr());
   const int size = static_cast<int>(slices.size());
-  const Slice own = slices[rank];
-  std::shared_ptr<std::byte[]> scratch(new std::byte[own.bytes() * (size - 1)]);
-  Round round;
+  const size_t bytes = slices[rank].bytes();
+  std::shared_ptr<std::byte[]> scratch(new std::byte[bytes * (size - 1)]);
+  Slices receives(size);
   std::vector<const void*> parts(size);
-  std::byte* next = scratch.get();
+  size_t next = 0;
   for (int peer = 0; peer < size; ++peer) {
-    const Slice theirs = slices[peer];
     if (peer == rank) {
-      parts[peer] = data + own.begin;
+      parts[peer] = data + slices[rank].begin;
       continue;
     }
-    if (own.bytes() > 0) {
-      parts[peer] = next;
-      round.messages.push_back(receive_from(peer, next, own.bytes()));
-      next += own.bytes();
-    }
-    if (theirs.bytes() > 0) {
-      round.messages.push_back(send_to(peer, data + theirs.begin, theirs.bytes()));
-    }
+    receives[peer] = {next, next + bytes};
+    parts[peer] = scratch.get() + next;
+    next += bytes;
   }
-  const size_t elements = own.bytes() / call.input.element_size();
+  Round round = exchange_round(rank, data, slices, scratch.get(), receives);
+  const size_t elements = bytes / call.input.element_size();
   round.finish = [scratch, parts, result, elements, dtype = call.input.scalar_type(),
                   op = call.op] {
     if (elements > 0) {
@@ -58,32 +70,12 @@ Round reduce_own_slice(const Collective& call, int rank, const Slices& slices, s
   return round;
 }
 
-// The owner of each slice gives it to everyone.
-Round share_slices(int rank, const Slices& slices, std::byte* data) {
-  const Slice own = slices[rank];
-  Round round;
-  for (int peer = 0; peer < static_cast<int>(slices.size()); ++peer) {
-    const Slice theirs = slices[peer];
-    if (peer == rank) {
-      continue;
-    }
-    if (theirs.bytes() > 0) {
-      round.messages.push_back(receive_from(peer, data + theirs.begin, theirs.bytes()));
-    }
-    if (own.bytes() > 0) {
-      round.messages.push_back(send_to(peer, data + own.begin, own.bytes()));
-    }
-  }
-  return round;
-}
-
 std::vector<Round> all_reduce_rounds(const Collective& call, int rank, int size) {
   auto* data = static_cast<std::byte*>(call.output.mutable_data_ptr());
   const Slices slices = even_slices(size, call.output.nbytes());
-  std::vector<Round> rounds;
-  rounds.push_back(reduce_own_slice(call, rank, slices, data + slices[rank].begin));
-  rounds.push_back(share_slices(rank, slices, data));
-  return rounds;
+  // Then the owner of each slice gives it to everyone.
+  return {reduce_own_slice(call, rank, slices, data + slices[rank].begin),
+          exchange_round(rank, data, Slices(size, slices[rank]), data, slices)};
 }
 
 // Only the root's tensor may change, so the others reduce into memory of their own.
@@ -91,24 +83,14 @@ std::vector<Round> reduce_rounds(const Collective& call, int rank, int size) {
   auto* data = static_cast<std::byte*>(call.output.mutable_data_ptr());
   const Slices slices = even_slices(size, call.output.nbytes());
   if (rank == call.root) {
-    std::vector<Round> rounds;
-    rounds.push_back(reduce_own_slice(call, rank, slices, data + slices[rank].begin));
-    Round collect;
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer != rank && slices[peer].bytes() > 0) {
-        collect.messages.push_back(
-            receive_from(peer, data + slices[peer].begin, slices[peer].bytes()));
-      }
-    }
-    rounds.push_back(std::move(collect));
-    return rounds;
+    return {reduce_own_slice(call, rank, slices, data + slices[rank].begin),
+            exchange_round(rank, nullptr, Slices(size), data, slices)};
   }
-  const Slice own = slices[rank];
-  std::shared_ptr<std::byte[]> result(new std::byte[own.bytes()]);
-  std::vector<Round> rounds;
-  rounds.push_back(reduce_own_slice(call, rank, slices, result.get()));
-  if (own.bytes() > 0) {
-    rounds.push_back({{send_to(call.root, result.get(), own.bytes())}, [result] {}});
+  const size_t bytes = slices[rank].bytes();
+  std::shared_ptr<std::byte[]> result(new std::byte[bytes]);
+  std::vector<Round> rounds{reduce_own_slice(call, rank, slices, result.get())};
+  if (bytes > 0) {
+    rounds.push_back({{send_to(call.root, result.get(), bytes)}, [result] {}});
   }
   return rounds;
 }
@@ -194,26 +176,14 @@ Exchange exchange_of(const Collective& call, int rank, int size) {
   return exchange;
 }
 
-// Parts without a byte are not sent; both ends know which.
 std::vector<Round> exchange_rounds(const Collective& call, int rank, int size) {
-  const Exchange exchange = exchange_of(call, rank, size);
-  const Slice from = exchange.sends[rank];
-  std::byte* const to = exchange.output + exchange.receives[rank].begin;
-  if (from.bytes() > 0 && to != exchange.input + from.begin) {
-    std::memcpy(to, exchange.input + from.begin, from.bytes());
+  const auto [input, output, sends, receives] = exchange_of(call, rank, size);
+  const Slice from = sends[rank];
+  std::byte* const to = output + receives[rank].begin;
+  if (from.bytes() > 0 && to != input + from.begin) {
+    std::memcpy(to, input + from.begin, from.bytes());
   }
-  Round round;
-  for (int peer = 0; peer < size; ++peer) {
-    const Slice sent = exchange.sends[peer], received = exchange.receives[peer];
-    if (peer != rank && received.bytes() > 0) {
-      round.messages.push_back(
-          receive_from(peer, exchange.output + received.begin, received.bytes()));
-    }
-    if (peer != rank && sent.bytes() > 0) {
-      round.messages.push_back(send_to(peer, exchange.input + sent.begin, sent.bytes()));
-    }
-  }
-  return {std::move(round)};
+  return {exchange_round(rank, input, sends, output, receives)};
 }
 
 std::vector<Round> barrier_rounds(int rank, int size) {

@@ -8,7 +8,7 @@
 
 #include "comm/mpi/caller_ranks.h"
 #include "comm/store/socket.h"
-#include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/failure.h"
@@ -72,7 +72,7 @@ SessionWorld SessionWorld::meet(int64_t communicator, milliseconds timeout,
     store = connect_to_store(place.substr(1, space - 1), std::atoi(place.c_str() + space), timeout);
   }
   const int size = static_cast<int>(ranks.texts.size());
-  return SessionWorld(open_store_world(store, ranks.rank, size, timeout, "world"));
+  return SessionWorld(open_store_world(store, ranks.rank, size, MeetingTime(timeout), "world"));
 }
 
 }  // namespace smp::comm

@@ -51,6 +51,20 @@ at::Tensor join_ranges(const std::vector<at::Tensor>& parts, int64_t numel) {
   return first.defined() ? first.as_strided({numel}, {1}) : parts.front();
 }
 
+std::string to_string(const Blocks& blocks) {
+  std::string text = c10::str("along dimension ", blocks.dim);
+  const auto& extents = blocks.extents;
+  if (extents.size() == 1) return text;
+  const bool alike = std::equal(extents.begin() + 1, extents.end(), extents.begin());
+  return alike ? c10::str(text, " in ", extents.size(), " blocks")
+               : c10::str(text, " in blocks of ", at::IntArrayRef(extents));
+}
+
+std::string to_string(const Range& range) {
+  const std::string text = c10::str(range.length, " elements each");
+  return range.offset == 0 ? text : c10::str(text, " from ", range.offset, " before the first");
+}
+
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.view(at::kByte) : tensor;
 }
@@ -84,11 +98,29 @@ std::optional<Sharding> Sharding::along(const core::Axis& axis) const {
   return std::nullopt;
 }
 
+void Sharding::check() const {
+  std::vector<int64_t> left = sizes;
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    const auto& [over, how] = cuts[i];
+    const auto* blocks = std::get_if<Blocks>(&how);
+    SMP_INTERNAL_ASSERT(blocks || i + 1 == cuts.size(), "a cut follows a range: ", to_string());
+    if (!blocks) return;
+    const auto& extents = blocks->extents;
+    const bool even =
+        std::all_of(extents.begin(), extents.end(),
+                    [size = over.size](int64_t extent) { return extent % size == 0; });
+    SMP_INTERNAL_ASSERT(even && c10::sum_integers(extents) == left.at(blocks->dim),
+                        "blocks that do not divide evenly: ", to_string());
+    left[blocks->dim] /= over.size;
+  }
+}
+
 at::Tensor Sharding::cut(at::Tensor tensor, int rank, size_t done) const {
+  check();
   if (done == cuts.size()) return tensor;
   const std::vector<int64_t> expected = sizes_of(rank, done);
   SMP_INTERNAL_ASSERT(tensor.sizes() == at::IntArrayRef(expected), "a tensor of ", tensor.sizes(),
-                      " is cut as one of ", at::IntArrayRef(expected));
+                      " is cut as one of ", at::IntArrayRef(expected), ": ", to_string());
   for (size_t i = done; i < cuts.size(); ++i) {
     const auto& [over, how] = cuts[i];
     const int index = over.index_of(rank);
@@ -103,6 +135,7 @@ at::Tensor Sharding::cut(at::Tensor tensor, int rank, size_t done) const {
 }
 
 at::Tensor Sharding::join(const std::vector<at::Tensor>& parts) const {
+  check();
   const auto& [over, how] = cuts.back();
   SMP_INTERNAL_ASSERT(static_cast<int>(parts.size()) == over.size, parts.size(), " parts of ",
                       over.size);
@@ -114,6 +147,16 @@ at::Tensor Sharding::join(const std::vector<at::Tensor>& parts) const {
     back[order[i]] = static_cast<int64_t>(i);
   }
   return join_ranges(parts, c10::multiply_integers(sizes)).view(lying).permute(back);
+}
+
+std::string Sharding::to_string() const {
+  std::string text = c10::str(at::IntArrayRef(sizes));
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    text += i == 0 ? " " : ", then ";
+    text += std::visit([](const auto& how) { return comm::to_string(how); }, cuts[i].how);
+    text += c10::str(" over ", cuts[i].over.size, " ranks");
+  }
+  return text;
 }
 
 std::vector<int64_t> memory_order(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -22,6 +23,10 @@ namespace smp::comm {
 struct Blocks {
   int64_t dim = 0;
   std::vector<int64_t> extents;
+
+  bool operator==(const Blocks& other) const {
+    return dim == other.dim && extents == other.extents;
+  }
 };
 
 /// In the order of memory, the r-th rank has `length` elements from `r * length - offset` on, as
@@ -32,12 +37,18 @@ struct Range {
 
   /// The first of `numel` elements that a rank has, and the one behind its last.
   std::pair<int64_t, int64_t> of(int index, int64_t numel) const;
+
+  bool operator==(const Range& other) const {
+    return offset == other.offset && length == other.length;
+  }
 };
 
 /// How ranks divide a tensor that each would have whole without this cut.
 struct Cut {
   core::Axis over;
   std::variant<Blocks, Range> how;
+
+  bool operator==(const Cut& other) const { return over == other.over && how == other.how; }
 };
 
 /// Which rank has which elements of a tensor.
@@ -51,12 +62,21 @@ struct Sharding {
   std::vector<int64_t> sizes_of(int rank) const { return sizes_of(rank, cuts.size()); }
   /// How the ranks along an axis divide what each would have without their cut; none: they do not.
   std::optional<Sharding> along(const core::Axis& axis) const;
+  /// Throws where a block is not a multiple of its ranks or blocks are not the whole dimension, so
+  /// that elements would be lost, and where a cut follows a range.
+  void check() const;
   /// A rank's part of a tensor that has undergone the first `done` cuts. Parts of blocks are
   /// contiguous copies; a range shares memory that lies in `order`.
   at::Tensor cut(at::Tensor tensor, int rank, size_t done = 0) const;
   /// The inverse of the last cut, given the parts of all its ranks. Ranges that follow each other
   /// in one memory are viewed, not copied.
   at::Tensor join(const std::vector<at::Tensor>& parts) const;
+
+  /// "[192, 64] along dimension 0 in 3 blocks over 2 ranks, then 2048 elements each over 4 ranks".
+  std::string to_string() const;
+  bool operator==(const Sharding& other) const {
+    return sizes == other.sizes && order == other.order && cuts == other.cuts;
+  }
 };
 
 /// The dimensions of a tensor as its elements lie in memory; where it is not dense, as they are.

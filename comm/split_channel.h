@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "comm/channel.h"
-#include "comm/host_parts.h"
 #include "core/check.h"
 
 /// Channels of which the first bytes of a message (`ChannelSpec::host_bytes`) go over a channel of

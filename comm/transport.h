@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -70,14 +71,21 @@ class Transport {
   /// Starts a transfer. May call its `done` before it returns.
   virtual void start(Transfer transfer) = 0;
 
-  /// Makes the progress that is possible without blocking.
-  virtual void poll() = 0;
+  /// Makes the progress that is possible without blocking: none where other threads make it.
+  virtual void poll() {}
 
   /// Blocks, making progress, until `ready()` or the deadline; returns the last `ready()`.
-  virtual bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) = 0;
+  virtual bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) {
+    std::unique_lock<std::mutex> lock(wait_mutex_);
+    return changed_.wait_until(lock, deadline, ready);
+  }
 
   /// Called after an operation has ended: wakes those that wait for it.
-  virtual void notify() = 0;
+  virtual void notify() {
+    // Takes the lock, so that no wait can be between its look at `ready` and its sleep.
+    const std::lock_guard<std::mutex> lock(wait_mutex_);
+    changed_.notify_all();
+  }
 
   /// The context of a new group. Collective over the parent; all of its ranks have arrived.
   /// `first_member` (a rank of the parent) names the group among those of one split.
@@ -122,6 +130,8 @@ class Transport {
   mutable std::mutex abort_mutex_;
   std::string abort_text_;
   std::atomic<bool> aborted_{false};
+  std::mutex wait_mutex_;
+  std::condition_variable changed_;
 };
 
 }  // namespace smp::comm

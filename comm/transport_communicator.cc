@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "comm/hand_over.h"
-#include "comm/host_parts.h"
 #include "comm/message_channel.h"
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"

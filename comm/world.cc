@@ -5,7 +5,7 @@
 
 #include "comm/mpi/mpi_communicator.h"
 #include "comm/store/store_communicator.h"
-#include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/host.h"
@@ -89,9 +89,9 @@ WorldHosts world_hosts() {
   switch (launcher()) {
     case Launcher::kMpirun:
     case Launcher::kSrun:
-      return {mpi_local_rank(), mpi_local_size(), mpi_hosts()};
+      return mpi_hosts();
     case Launcher::kTorchrun:
-      return {torchrun_local_rank(), torchrun_local_size(), torchrun_hosts()};
+      return torchrun_hosts();
     case Launcher::kNone:
       break;
   }

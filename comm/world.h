@@ -2,10 +2,9 @@
 #pragma once
 
 #include <chrono>
-#include <string>
-#include <vector>
 
 #include "comm/communicator.h"
+#include "comm/world_hosts.h"
 
 namespace smp::comm {
 
@@ -29,13 +28,6 @@ void finalize_world();
 /// True when some rank of the job has called abort(); the process must then end with a non-zero
 /// status. Always false for a world of one.
 bool world_aborted();
-
-/// How the ranks of the world lie on hosts.
-struct WorldHosts {
-  int local_rank;                  ///< This rank's place among those of its host.
-  int local_size;                  ///< The ranks of this host.
-  std::vector<std::string> names;  ///< The host name of each world rank.
-};
 
 /// Starts the world, as make_world does, if it has not started.
 WorldHosts world_hosts();

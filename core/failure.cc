@@ -142,6 +142,15 @@ void record(Failure failure) {
   }
 }
 
+// The process is already failing for a reason of its own, which must not be replaced.
+template <class Call>
+void without_errors(const Call& call) noexcept {
+  try {
+    call();
+  } catch (...) {
+  }
+}
+
 }  // namespace
 
 std::string message_of(const std::exception& error) {
@@ -151,49 +160,41 @@ std::string message_of(const std::exception& error) {
 }
 
 void record_failure(int rank, const std::exception& error) noexcept {
-  try {
-    record(failure_of(rank, error));
-  } catch (...) {
-    // The process is already failing for a reason of its own, which must not be replaced.
-  }
+  without_errors([&] { record(failure_of(rank, error)); });
 }
 
 void record_failure(int rank, const std::string& message, Failure::Kind kind) noexcept {
-  try {
+  without_errors([&] {
     Failure failure;
     failure.rank = rank;
     failure.kind = kind;
     failure.message = message;
     record(std::move(failure));
-  } catch (...) {
-    // See above.
-  }
+  });
 }
 
 void note_failed_wait(int rank, const std::exception& error) noexcept {
-  try {
+  without_errors([&] {
     Record& own = own_record();
     const std::lock_guard<std::mutex> lock(own.mutex);
     if (!own.wait) own.wait = failure_of(rank, error);
-  } catch (...) {
-    // See above.
-  }
+  });
 }
 
 std::optional<std::string> record_failed_wait() noexcept {
-  try {
+  std::optional<std::string> message;
+  without_errors([&] {
     std::optional<Failure> wait;
     {
       Record& own = own_record();
       const std::lock_guard<std::mutex> lock(own.mutex);
       wait = own.wait;
     }
-    if (!wait) return std::nullopt;
+    if (!wait) return;
     record(*wait);
-    return wait->message;
-  } catch (...) {
-    return std::nullopt;  // see above
-  }
+    message = wait->message;
+  });
+  return message;
 }
 
 bool is_recorded(const std::string& message) {

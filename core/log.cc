@@ -32,14 +32,13 @@ void write_all(const std::string& line) {
 LogLevel level_from_environment() {
   const auto name = core::env("SMP_LOG_LEVEL");
   if (!name) return LogLevel::kInfo;
-  bool recognised = false;
-  const LogLevel level = parse_log_level(*name, &recognised);
-  if (!recognised) {
+  const auto level = parse_log_level(*name);
+  if (!level) {
     write_all(log_line(LogLevel::kWarning,
                        "SMP_LOG_LEVEL: expected debug, info, warning or error, got \"" +
                            printable(*name, 100) + "\"; using info."));
   }
-  return level;
+  return level.value_or(LogLevel::kInfo);
 }
 
 void log(LogLevel level, const std::string& text) {
@@ -48,15 +47,11 @@ void log(LogLevel level, const std::string& text) {
 
 }  // namespace
 
-LogLevel parse_log_level(const std::string& name, bool* recognised) {
+std::optional<LogLevel> parse_log_level(const std::string& name) {
   for (const auto& [known, level] : kLevels) {
-    if (name == known) {
-      if (recognised != nullptr) *recognised = true;
-      return level;
-    }
+    if (name == known) return level;
   }
-  if (recognised != nullptr) *recognised = false;
-  return LogLevel::kInfo;
+  return std::nullopt;
 }
 
 LogLevel log_level() {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <optional>
 #include <string>
 
 namespace smp::core {
@@ -12,8 +13,8 @@ enum class LogLevel { kDebug, kInfo, kWarning, kError };
 /// environment variable `SMP_LOG_LEVEL`. Any other value is reported once, and means "info".
 LogLevel log_level();
 
-/// Parses a level name; `recognised` (optional) tells whether `name` is one of the four.
-LogLevel parse_log_level(const std::string& name, bool* recognised = nullptr);
+/// The level of this name; nothing if it is none of the four.
+std::optional<LogLevel> parse_log_level(const std::string& name);
 
 /// One line of log, as it is written: "[smp rank 3] warning: text\n". The prefix is the error
 /// context of the calling thread, see `set_error_context`.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/schema.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -27,13 +29,6 @@ std::string list_text(const Parameter& parameter) {
     text += (text.empty() ? "['" : ", '") + value + "'";
   }
   return text + "]";
-}
-
-std::string replaced(std::string text, const std::string& from, const std::string& to) {
-  for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) {
-    text.replace(at, from.size(), to);
-  }
-  return text;
 }
 
 bool has_right_type(const Parameter& parameter, const ConfigValue& value) {
@@ -196,9 +191,11 @@ std::optional<std::string> value_problem(const Parameter& parameter, const std::
   const bool from_a_list = parameter.type == ParameterType::kBool || !parameter.values.empty();
   const bool only_too_large = parameter.own_maximum && right_type && !below(parameter, value);
   if (!parameter.error.empty() && !only_too_large) {
-    const bool shows_value = parameter.error.find("{value}") != std::string::npos;
-    return replaced(replaced(parameter.error, "{key}", key), "{value}", got) +
-           (shows_value ? " (expected " + expected_values(parameter) : " (got " + got) + ")";
+    std::string error = parameter.error;
+    c10::ReplaceAll(error, "{key}", key);
+    const bool shows_value = c10::ReplaceAll(error, "{value}", got) > 0;
+    return error + (shows_value ? " (expected " + expected_values(parameter) : " (got " + got) +
+           ")";
   }
   if (from_a_list) {
     return key + " must be a value in: " + list_text(parameter) + ". (got " + got + ")";

@@ -30,11 +30,7 @@ using Kind = ThreadState::Kind;
 
 // The content of a rank's memory, and whose it is.
 struct Line {
-  std::string job_id;
-  std::string job;
-  std::string program;
-  std::vector<std::string> hosts;
-  int64_t started = 0;
+  JobStatus job;  // without ranks
   pid_t thread = 0;
   RankStatus status;
 };
@@ -85,15 +81,15 @@ std::optional<Line> line_in(const StatusMapping& mapping) {
   const StatusMemory& memory = mapping.memory();
   const std::vector<std::string>& texts = mapping.texts();
   Line line;
-  line.job_id = texts[0];
-  line.job = texts[1];
-  line.program = texts[2];
-  line.hosts.assign(texts.begin() + StatusMapping::kFewestTexts, texts.end());
-  line.started = memory.owner.started;
+  line.job.id = texts[0];
+  line.job.name = texts[1];
+  line.job.program = texts[2];
+  line.job.hosts.assign(texts.begin() + StatusMapping::kFewestTexts, texts.end());
+  line.job.seconds = seconds_since(memory.owner.started);
   line.thread = memory.owner.thread;
-  line.status = status_in(memory, line.hosts.size());
+  line.status = status_in(memory, line.job.hosts.size());
   const int rank = line.status.rank;
-  const bool is_rank = rank >= 0 && static_cast<size_t>(rank) < line.hosts.size();
+  const bool is_rank = rank >= 0 && static_cast<size_t>(rank) < line.job.hosts.size();
   return is_rank ? std::optional(std::move(line)) : std::nullopt;
 }
 
@@ -258,12 +254,8 @@ std::vector<JobStatus> to_jobs(std::vector<Line> lines) {
   // A job with the same id and other hosts is another job.
   std::map<std::pair<std::string, std::vector<std::string>>, JobStatus> by_id;
   for (const Line& line : lines) {
-    JobStatus& job = by_id[{line.job_id, line.hosts}];
-    job.id = line.job_id;
-    job.name = line.job;
-    job.program = line.program;
-    job.hosts = line.hosts;
-    job.seconds = std::max(job.seconds, seconds_since(line.started));
+    JobStatus& job = by_id.try_emplace({line.job.id, line.job.hosts}, line.job).first->second;
+    job.seconds = std::max(job.seconds, line.job.seconds);
     job.ranks.push_back(line.status);
   }
   std::vector<JobStatus> jobs;
@@ -287,7 +279,7 @@ std::optional<JobStatus> read_own_job() {
   if (own == nullptr) return std::nullopt;
   std::vector<Line> lines = read_lines();
   const auto others = std::remove_if(
-      lines.begin(), lines.end(), [&](const Line& line) { return line.job_id != own->job_id(); });
+      lines.begin(), lines.end(), [&](const Line& line) { return line.job.id != own->job_id(); });
   lines.erase(others, lines.end());
   if (lines.empty()) return std::nullopt;
   return to_jobs(std::move(lines)).front();

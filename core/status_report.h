@@ -53,7 +53,6 @@ struct JobStatus {
   std::string name;  ///< Name that users give it.
   std::string program;
   double seconds = 0;              ///< Since it began.
-  int host = 0;                    ///< Index of this host in `hosts`.
   std::vector<std::string> hosts;  ///< Hosts of all ranks of the world.
   std::vector<RankStatus> ranks;   ///< Ranks of this host, ascending.
 

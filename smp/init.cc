@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/process_end.h"
 #include "comm/threads/run_ranks.h"
 #include "comm/world.h"
 #include "core/check.h"
@@ -167,7 +168,7 @@ bool is_failure(int status) {
 /// others waiting: they are told, or they would run into their time-outs. A forked process has
 /// copies of the job's objects, which it must not end. `_Exit`, because destructors of static
 /// objects might wait for other ranks.
-void finish_at_exit(int status, void*) {
+void finish_at_exit(int status) {
   if (!Runtime::exists() || process_session()) return;
   flush_streams();
   if (!is_rank()) std::_Exit(status);
@@ -233,8 +234,7 @@ void init(const Config& config) {
     core::record_failure(world->rank(), error);
     throw;
   }
-  static const bool registered = on_exit(&finish_at_exit, nullptr) == 0;
-  SMP_INTERNAL_ASSERT(registered, "nothing would end MPI at exit");
+  comm::at_process_end(&finish_at_exit);
 }
 
 void detail::begin_session(const Config& config, int64_t communicator) {

@@ -13,23 +13,13 @@
 #include "comm/device/thread_memory.h"
 #include "comm/nccl/group_communicator.h"
 #include "comm/nccl/nccl_groups.h"
+#include "comm/process_end.h"
 #include "comm/reduce.h"
 #include "comm/transport_communicator.h"
 #include "core/check.h"
 #include "core/env.h"
 
 namespace smp::comm {
-
-namespace {
-
-// The work of a group of one, which moves nothing.
-class CompleteWork final : public Work {
- public:
-  bool test() override { return true; }
-  void wait() override {}
-};
-
-}  // namespace
 
 DeviceCommunicator::DeviceCommunicator(CommunicatorPtr host, at::Device device)
     : host_(std::move(host)), device_(device) {}
@@ -54,7 +44,7 @@ WorkPtr DeviceCommunicator::start(const Collective& call) {
   if (!is_on_device(call)) {
     return host_->start(call);
   }
-  return moves(call) ? start_on_device(call) : std::make_shared<CompleteWork>();
+  return moves(call) ? start_on_device(call) : host_->async().barrier();
 }
 
 // Checks a call on tensors of the device. In a group of one it is done then.
@@ -81,7 +71,7 @@ WorkPtr DeviceCommunicator::start(at::Device device, CollectiveTask task) {
   }
   TaskCollectives alone([this](const Collective& call) { run(call); });
   task(alone);
-  return std::make_shared<CompleteWork>();
+  return host_->async().barrier();
 }
 
 void DeviceCommunicator::run(const Collective& call) {
@@ -196,6 +186,7 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
   if (device.is_cpu() && (!only_nccl || host->size() == 1)) {
     return host;
   }
+  end_before_objects_of(device);
   const std::vector<std::string> gpus = all_gather_bytes(*host, nccl_gpu(device));
   const std::set<std::string> different(gpus.begin(), gpus.end());
   const auto without = std::find(gpus.begin(), gpus.end(), "") - gpus.begin();

@@ -68,7 +68,8 @@ IpcBoard::~IpcBoard() {
     static_cast<void>(own_.release());
   }
   others_.clear();
-  own_.reset();  // and freed by the next board: at the process's end the device may be gone
+  own_.reset();
+  free_closed_memory();
 }
 
 int64_t IpcBoard::step(CollectiveTurn& turn, const Collective& call, const Write& write,

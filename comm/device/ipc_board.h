@@ -34,8 +34,8 @@ class IpcBoard {
   /// Collective. `slot_bytes` are a multiple of 256.
   IpcBoard(CollectiveTurn& turn, DeviceIpc& ipc, at::Device device, int rank, int ranks,
            int64_t slot_bytes);
-  /// Closes the others' memory, and retires its own. Keeps all to the process's end if a device may
-  /// yet use it.
+  /// Closes the others' memory, and gives its own back when they have closed it. Keeps all to the
+  /// process's end if a device may yet use it.
   ~IpcBoard();
   IpcBoard(const IpcBoard&) = delete;
   IpcBoard& operator=(const IpcBoard&) = delete;

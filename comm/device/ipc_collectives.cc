@@ -269,11 +269,14 @@ Collective IpcCollectives::checked(const Collective& call) const {
 }
 
 IpcCollectives::~IpcCollectives() {
-  for (auto& flight : flights_) {
-    if (flight->has_ended()) flight->body = nullptr;
-    // At the process's end libtorch may have no device any more that could end an event.
-    new auto(std::move(flight));
-  }
+  forget_ended();
+  if (!flights_.empty()) new auto(std::move(flights_));
+}
+
+void IpcCollectives::forget_ended() {
+  flights_.erase(std::remove_if(flights_.begin(), flights_.end(),
+                                [](const auto& flight) { return flight->has_ended(); }),
+                 flights_.end());
 }
 
 void IpcCollectives::run(Communicator& host, const Collective& call) {
@@ -306,9 +309,7 @@ IpcCollectives::Body IpcCollectives::on_stream(const c10::Stream& stream, Body b
 
 WorkPtr IpcCollectives::on_side_stream(Communicator& host, Body body) {
   if (!side_) side_ = side_stream(device_);
-  flights_.erase(std::remove_if(flights_.begin(), flights_.end(),
-                                [](const auto& flight) { return flight->has_ended(); }),
-                 flights_.end());
+  forget_ended();
   const auto flight = flights_.emplace_back(std::make_shared<Flight>(device_.type()));
   flight->body = on_stream(*side_, std::move(body));
   flight->ready.record(current_stream(device_));

@@ -65,6 +65,7 @@ class IpcCollectives : public std::enable_shared_from_this<IpcCollectives> {
   Collective checked(const Collective& call) const;
   Body on_stream(const c10::Stream& stream, Body body) const;
   WorkPtr on_side_stream(Communicator& host, Body body);
+  void forget_ended();
   void move(CollectiveTurn& turn, const Collective& call);
   IpcBoard& board_for(CollectiveTurn& turn, const Collective& call);
 

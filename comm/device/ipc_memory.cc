@@ -108,7 +108,8 @@ void free_closed_memory() {
 OpenedMemory::OpenedMemory(DeviceIpc& ipc, at::Device device, const std::vector<IpcHandle>& offer) {
   const OfferHead head = head_of(offer);
   closed_ = open_memory_of(head.process, head.closed_fd, head.closed_id, kClosedBytes);
-  TORCH_CHECK(closed_ != nullptr, "memory of process ", head.process.pid, " cannot be mapped");
+  TORCH_CHECK(closed_ != nullptr, "memory of process ", head.process.pid,
+              " that tells of closing cannot be mapped");
   bytes_ = ipc.open_memory(offer[1], device, head.bytes);
   for (size_t i = 2; i < offer.size(); ++i) {
     events_.push_back(ipc.open_event(offer[i], device));

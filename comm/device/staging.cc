@@ -5,33 +5,9 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <memory>
 #include <utility>
 
 namespace smp::comm {
-namespace {
-
-class StagedWork final : public Work {
- public:
-  StagedWork(WorkPtr work, at::Tensor staged, at::Tensor result)
-      : work_(std::move(work)), staged_(std::move(staged)), result_(std::move(result)) {}
-
-  bool test() override { return work_->test(); }
-
-  void wait() override {
-    work_->wait();
-    if (const at::Tensor result = std::exchange(result_, at::Tensor()); result.defined()) {
-      copy_staged(staged_, result);
-    }
-  }
-
- private:
-  const WorkPtr work_;
-  const at::Tensor staged_;
-  at::Tensor result_;
-};
-
-}  // namespace
 
 at::Tensor staged_copy(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
@@ -54,7 +30,9 @@ void copy_staged(const at::Tensor& staged, const at::Tensor& result) {
 }
 
 WorkPtr staged_work(WorkPtr work, const at::Tensor& staged, const at::Tensor& result) {
-  return std::make_shared<StagedWork>(std::move(work), staged, result);
+  return then(std::move(work), [staged, result] {
+    if (result.defined()) copy_staged(staged, result);
+  });
 }
 
 }  // namespace smp::comm

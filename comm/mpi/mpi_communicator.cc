@@ -28,9 +28,7 @@ namespace {
 struct MpiJob {
   std::shared_ptr<MpiTransport> transport;
   CommunicatorPtr world;
-  std::vector<std::string> hosts;
-  int local_rank = 0;
-  int local_size = 1;
+  WorldHosts hosts;
   bool initialized_here = false;
   bool finalized = false;
 
@@ -44,12 +42,6 @@ struct MpiJob {
 MpiJob& job() {
   static MpiJob instance;
   return instance;
-}
-
-const MpiJob& started_job(const char* function) {
-  SMP_CHECK_WITH(UsageError, job().world != nullptr, function,
-                 " needs a started MPI. Call make_mpi_world() first.");
-  return job();
 }
 
 // Open MPI moves a long message in fragments, at most a few each time that it is polled: with our
@@ -133,22 +125,22 @@ void check_tags() {
 
 // The ranks of this host, and whether there is a core for each: mpirun may have given each rank
 // cores of its own.
-LocalRanks find_local_ranks(MpiJob& job) {
+LocalRanks find_local_ranks(WorldHosts& hosts) {
   MPI_Comm local;
   check_mpi(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
             "MPI_Comm_split_type");
-  check_mpi(MPI_Comm_rank(local, &job.local_rank), "MPI_Comm_rank");
-  check_mpi(MPI_Comm_size(local, &job.local_size), "MPI_Comm_size");
+  check_mpi(MPI_Comm_rank(local, &hosts.local_rank), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(local, &hosts.local_size), "MPI_Comm_size");
   int rank = 0;
   check_mpi(MPI_Comm_rank(MPI_COMM_WORLD, &rank), "MPI_Comm_rank");
   LocalRanks ranks;
-  ranks.world_ranks.resize(job.local_size);
+  ranks.world_ranks.resize(hosts.local_size);
   check_mpi(MPI_Allgather(&rank, 1, MPI_INT, ranks.world_ranks.data(), 1, MPI_INT, local),
             "MPI_Allgather");
   cpu_set_t cores = core::cores_of_this_process();
   check_mpi(MPI_Allreduce(MPI_IN_PLACE, &cores, sizeof cores, MPI_BYTE, MPI_BOR, local),
             "MPI_Allreduce");
-  ranks.has_core_for_each = job.local_size <= CPU_COUNT(&cores);
+  ranks.has_core_for_each = hosts.local_size <= CPU_COUNT(&cores);
   check_mpi(MPI_Comm_free(&local), "MPI_Comm_free");
   return ranks;
 }
@@ -182,9 +174,9 @@ CommunicatorPtr make_mpi_world(std::chrono::milliseconds timeout) {
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_mpi(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check_tags();
-  job.transport = std::make_shared<MpiTransport>(find_local_ranks(job));
+  job.transport = std::make_shared<MpiTransport>(find_local_ranks(job.hosts));
   job.world = std::make_shared<TransportCommunicator>(job.transport, mpi_world_group());
-  job.hosts = all_gather_bytes(*job.world, core::host_name());
+  job.hosts.names = all_gather_bytes(*job.world, core::host_name());
   return job.world;
 }
 
@@ -217,10 +209,10 @@ void finalize_mpi() {
 
 bool mpi_aborted() { return job().transport && job().transport->aborted(); }
 
-int mpi_local_rank() { return started_job("mpi_local_rank").local_rank; }
-
-int mpi_local_size() { return started_job("mpi_local_size").local_size; }
-
-const std::vector<std::string>& mpi_hosts() { return started_job("mpi_hosts").hosts; }
+const WorldHosts& mpi_hosts() {
+  SMP_CHECK_WITH(UsageError, job().world != nullptr,
+                 "mpi_hosts needs a started MPI. Call make_mpi_world() first.");
+  return job().hosts;
+}
 
 }  // namespace smp::comm

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/world_hosts.h"
 
 namespace smp::comm {
 
@@ -29,11 +30,7 @@ void finalize_mpi();
 /// True when some rank has called abort() on a communicator of the MPI job.
 bool mpi_aborted();
 
-/// This process's place among those of its host, and how many those are. After make_mpi_world().
-int mpi_local_rank();
-int mpi_local_size();
-
-/// The host name of each world rank. After make_mpi_world().
-const std::vector<std::string>& mpi_hosts();
+/// After make_mpi_world().
+const WorldHosts& mpi_hosts();
 
 }  // namespace smp::comm

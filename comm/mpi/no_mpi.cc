@@ -28,11 +28,6 @@ CallerRanks exchange_texts(int64_t /*communicator*/,
 void finalize_mpi() {}
 bool mpi_aborted() { return false; }
 
-int mpi_local_rank() { SMP_INTERNAL_ASSERT(false, "mpi_local_rank in a build without MPI"); }
-int mpi_local_size() { SMP_INTERNAL_ASSERT(false, "mpi_local_size in a build without MPI"); }
-
-const std::vector<std::string>& mpi_hosts() {
-  SMP_INTERNAL_ASSERT(false, "mpi_hosts in a build without MPI");
-}
+const WorldHosts& mpi_hosts() { SMP_INTERNAL_ASSERT(false, "mpi_hosts in a build without MPI"); }
 
 }  // namespace smp::comm

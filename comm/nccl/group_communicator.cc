@@ -18,7 +18,6 @@
 
 #include "comm/device/device_communicator.h"
 #include "comm/device_streams.h"
-#include "comm/host_parts.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
 #include "comm/transport_communicator.h"

@@ -21,8 +21,8 @@ std::string nccl_gpu(at::Device device);
 /// end within that ends the process, by libtorch's watchdog. Those of lanes take few
 /// multiprocessors of the GPU, in streams of high priority.
 ///
-/// Collective over `host`. When the ranks cannot reach each other it throws the errors of
-/// libtorch's store (`c10::DistError`), and the groups throw NCCL's.
+/// Collective over `host`. Throws as `make_group_store` does; where the devices cannot reach each
+/// other, the groups throw NCCL's errors.
 MakeDeviceGroup nccl_groups(const CommunicatorPtr& host);
 
 }  // namespace smp::comm

@@ -102,15 +102,10 @@ CallRecord& HostBoard::next_record(const Signature& call) {
   return record;
 }
 
-void HostBoard::publish_record() {
-  announce(entered_ % 2 == 0 ? CounterKind::kEvenRecord : CounterKind::kOddRecord, entered_);
-}
+void HostBoard::publish_record() { signal(call_progress(), entered_); }
 
 void HostBoard::await_records() {
-  const CounterKind kind = entered_ % 2 == 0 ? CounterKind::kEvenRecord : CounterKind::kOddRecord;
-  for (int rank = 0; rank < ranks(); ++rank) {
-    await_counter(kind, entered_, rank);
-  }
+  await_all(call_progress(), entered_);
   all_have_entered_ = true;
 }
 
@@ -152,43 +147,25 @@ std::byte* HostBoard::buffer(int rank, uint64_t step) const {
   return part(rank) + PartLayout(group_->size).buffers() + step % kBuffers * kBufferBytes;
 }
 
-HostBoard::CounterKind HostBoard::counter_kind(Progress progress) {
+HostBoard::Counter& HostBoard::counter(Progress progress, int rank) const {
   switch (progress) {
-    case Progress::kStaged:
-      return CounterKind::kStaged;
-    case Progress::kReduced:
-      return CounterKind::kReduced;
-    case Progress::kDone:
-      break;
-  }
-  return CounterKind::kDone;
-}
-
-HostBoard::Counter& HostBoard::counter(CounterKind kind, int rank) const {
-  switch (kind) {
-    case CounterKind::kEvenRecord:
+    case Progress::kEvenCall:
       return record_of(rank, 0).number;
-    case CounterKind::kOddRecord:
+    case Progress::kOddCall:
       return record_of(rank, 1).number;
-    case CounterKind::kStaged:
+    case Progress::kStaged:
       return steps(rank).staged;
-    case CounterKind::kReduced:
+    case Progress::kReduced:
       return steps(rank).reduced;
-    case CounterKind::kDone:
+    case Progress::kDone:
       break;
   }
   return steps(rank).done;
 }
 
-void HostBoard::signal(Progress progress, uint64_t step) { announce(counter_kind(progress), step); }
-
-void HostBoard::await(Progress progress, uint64_t step, int rank) const {
-  await_counter(counter_kind(progress), step, rank);
-}
-
-void HostBoard::await_all(Progress progress, uint64_t step) const {
+void HostBoard::await_all(Progress progress, uint64_t number) const {
   for (int rank = 0; rank < ranks(); ++rank) {
-    await_counter(counter_kind(progress), step, rank);
+    await(progress, number, rank);
   }
 }
 
@@ -200,17 +177,17 @@ uint64_t HostBoard::take_steps(uint64_t count) {
 
 // Both orders, here and in sleep_until, are sequentially consistent, so that either the sleeper is
 // seen or the counter is; no wake is lost.
-void HostBoard::announce(CounterKind kind, uint64_t value) {
-  Counter& own = counter(kind, rank_);
-  own.store(value, std::memory_order_seq_cst);
+void HostBoard::signal(Progress progress, uint64_t number) {
+  Counter& own = counter(progress, rank_);
+  own.store(number, std::memory_order_seq_cst);
   if (steps(rank_).sleepers.load(std::memory_order_seq_cst) > 0) {
     futex_wake(low_half(own));
   }
 }
 
-void HostBoard::await_counter(CounterKind kind, uint64_t value, int rank) const {
-  Counter& theirs = counter(kind, rank);
-  const auto ready = [&] { return theirs.load(std::memory_order_acquire) >= value; };
+void HostBoard::await(Progress progress, uint64_t number, int rank) const {
+  Counter& theirs = counter(progress, rank);
+  const auto ready = [&] { return theirs.load(std::memory_order_acquire) >= number; };
   if (rank == rank_ || ready()) {
     return;
   }
@@ -228,48 +205,49 @@ void HostBoard::await_counter(CounterKind kind, uint64_t value, int rank) const 
       return;
     }
   } while (Clock::now() < end);
-  sleep_until(kind, value, rank);
+  sleep_until(progress, number, rank);
 }
 
-void HostBoard::sleep_until(CounterKind kind, uint64_t value, int rank) const {
-  Counter& theirs = counter(kind, rank);
+void HostBoard::sleep_until(Progress progress, uint64_t number, int rank) const {
+  Counter& theirs = counter(progress, rank);
   std::atomic<uint32_t>& sleepers = steps(rank).sleepers;
   core::WaitWatch watch;
   while (true) {
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t current = theirs.load(std::memory_order_seq_cst);
-    if (current < value) {
+    if (current < number) {
       const Clock::duration left = deadline_->get() - Clock::now();
       futex_wait(low_half(theirs), static_cast<uint32_t>(current),
                  std::clamp<Clock::duration>(left, kNow, kLookAround));
     }
     sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if (theirs.load(std::memory_order_acquire) >= value) {
+    if (theirs.load(std::memory_order_acquire) >= number) {
       return;
     }
-    check_abort(*transport_, *group_, info_, missing(kind, value));
-    check_alive(kind, value);
-    watch.look(info_.verb, group_->in_world(missing(kind, value)));
+    check_abort(*transport_, *group_, info_, missing(progress, number));
+    check_alive(progress, number);
+    watch.look(info_.verb, group_->in_world(missing(progress, number)));
     if (Clock::now() >= deadline_->get()) {
-      fail_timeout(*group_, info_, missing(kind, value));
+      fail_timeout(*group_, info_, missing(progress, number));
     }
   }
 }
 
 // A rank may have announced the awaited step and then ended.
-void HostBoard::check_alive(CounterKind kind, uint64_t value) const {
+void HostBoard::check_alive(Progress progress, uint64_t number) const {
   for (int peer = 0; peer < ranks(); ++peer) {
-    if (processes_[peer].ended() && counter(kind, peer).load(std::memory_order_acquire) < value) {
+    if (processes_[peer].ended() &&
+        counter(progress, peer).load(std::memory_order_acquire) < number) {
       fail_ended(*group_, info_, group_ranks_[peer]);
     }
   }
 }
 
 // The ranks of the group that have not come so far.
-std::vector<int> HostBoard::missing(CounterKind kind, uint64_t value) const {
+std::vector<int> HostBoard::missing(Progress progress, uint64_t number) const {
   std::vector<int> late;
   for (int rank = 0; rank < ranks(); ++rank) {
-    if (rank != rank_ && counter(kind, rank).load(std::memory_order_acquire) < value) {
+    if (rank != rank_ && counter(progress, rank).load(std::memory_order_acquire) < number) {
       late.push_back(group_ranks_[rank]);
     }
   }

@@ -50,11 +50,14 @@ static_assert(sizeof(CallRecord) == 64);
 /// for the eager data.
 class HostBoard {
  public:
-  /// How far a rank is; numbers of steps since the board was made.
+  /// How far a rank is: the counters on which others wait. Numbers of collectives, or of steps,
+  /// since the board was made.
   enum class Progress {
-    kStaged,   ///< This rank's input of the step is in its buffer.
-    kReduced,  ///< Its part of the result is.
-    kDone,     ///< It reads no more from other ranks' buffers of the step.
+    kEvenCall,  ///< It has published its record of the collective, whose number is even.
+    kOddCall,   ///< The same of odd ones.
+    kStaged,    ///< This rank's input of the step is in its buffer.
+    kReduced,   ///< Its part of the result is.
+    kDone,      ///< It reads no more from other ranks' buffers of the step.
   };
 
   /// Bytes that each rank can give with its record.
@@ -104,11 +107,11 @@ class HostBoard {
 
   std::byte* buffer(int rank, uint64_t step) const;
 
-  /// Says that this rank has come so far in `step`.
-  void signal(Progress progress, uint64_t step);
+  /// Says that this rank has come so far in the collective or step of this number.
+  void signal(Progress progress, uint64_t number);
   /// Waits until rank, or all ranks, have.
-  void await(Progress progress, uint64_t step, int rank) const;
-  void await_all(Progress progress, uint64_t step) const;
+  void await(Progress progress, uint64_t number, int rank) const;
+  void await_all(Progress progress, uint64_t number) const;
 
   /// Waits until no rank reads this rank's buffer of `step` any more for an earlier one.
   void await_buffer(uint64_t step) const {
@@ -124,22 +127,20 @@ class HostBoard {
   struct Steps;
   using Counter = std::atomic<uint64_t>;
 
-  // The counters on which others wait: its calls, by the numbers of two records, and its steps.
-  enum class CounterKind { kEvenRecord, kOddRecord, kStaged, kReduced, kDone };
-  static CounterKind counter_kind(Progress progress);
-
+  // The progress of a rank that has entered the last collective.
+  Progress call_progress() const {
+    return entered_ % 2 == 0 ? Progress::kEvenCall : Progress::kOddCall;
+  }
   std::byte* part(int rank) const {
     return memory_->data() + SharedMemory::kReserved + rank * part_bytes_;
   }
   Steps& steps(int rank) const;
   CallRecord& record_of(int rank, uint64_t number) const;
-  Counter& counter(CounterKind kind, int rank) const;
-  void announce(CounterKind kind, uint64_t value);
-  void await_counter(CounterKind kind, uint64_t value, int rank) const;
-  void sleep_until(CounterKind kind, uint64_t value, int rank) const;
-  void check_alive(CounterKind kind, uint64_t value) const;
+  Counter& counter(Progress progress, int rank) const;
+  void sleep_until(Progress progress, uint64_t number, int rank) const;
+  void check_alive(Progress progress, uint64_t number) const;
   [[noreturn]] void fail_mismatch(const OperationInfo& info) const;
-  std::vector<int> missing(CounterKind kind, uint64_t value) const;
+  std::vector<int> missing(Progress progress, uint64_t number) const;
 
   const std::shared_ptr<Transport> transport_;
   const std::shared_ptr<const GroupState> group_;

@@ -26,8 +26,6 @@ class HostPieces {
   /// Until all slices are through.
   uint64_t steps() const { return steps_; }
 
-  const Slice& slice(int owner) const { return slices_[owner]; }
-
   /// The part of this rank's slice that passes in step `i`; empty where it owns none.
   Slice own_piece(uint64_t i) const;
 

@@ -24,6 +24,7 @@
 
 #include "comm/cuda/pinned_memory.h"
 #include "core/check.h"
+#include "core/host.h"
 
 namespace smp::comm {
 namespace {
@@ -299,11 +300,7 @@ std::optional<uint64_t> available_memory() {
   return available;
 }
 
-ProcessId this_process() {
-  struct stat status {};
-  const bool known = stat("/proc/self/ns/pid", &status) == 0;
-  return {getpid(), known ? static_cast<uint64_t>(status.st_ino) : 0};
-}
+ProcessId this_process() { return {getpid(), core::namespace_number("/proc/self/ns/pid")}; }
 
 int open_fd_of(const ProcessId& owner, int fd, uint64_t id) {
   if (owner.pid_namespace != this_process().pid_namespace) {

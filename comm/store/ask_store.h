@@ -15,6 +15,12 @@
 
 namespace smp::comm {
 
+/// The part of an error's text that says what has happened.
+inline std::string first_line(const c10::Error& error) {
+  const std::string text = error.what_without_backtrace();
+  return text.substr(0, text.find('\n'));
+}
+
 /// Runs `call()` on a thread of its own and returns its result or error. The thread goes on if the
 /// caller stops waiting: c10d's store waits for ever for a process that is stopped. `call` owns all
 /// that it uses.
@@ -43,8 +49,7 @@ auto ask_store(const c10::intrusive_ptr<c10d::Store>& store, TimePoint deadline,
   try {
     return answer.get();
   } catch (const c10::DistError& error) {
-    const std::string text = error.what_without_backtrace();
-    core::fail<CommError>(what, ": the store does not answer: ", text.substr(0, text.find('\n')),
+    core::fail<CommError>(what, ": the store does not answer: ", first_line(error),
                           ". It ends with the process that opened it, mostly rank 0: look at the "
                           "output of that rank.");
   }

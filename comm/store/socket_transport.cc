@@ -141,25 +141,17 @@ void SocketTransport::send(Transfer transfer) {
 
 // The thread that finds the queue empty writes; otherwise the progress thread comes to it.
 void SocketTransport::enqueue(Connection& connection, Outgoing outgoing) {
-  std::vector<Transfer> written;
-  {
-    std::lock_guard<std::mutex> lock(connection.mutex);
-    connection.queue.push_back(std::move(outgoing));
-    if (connection.queue.size() == 1) {
-      written = write_queue(connection);
-    }
-  }
-  for (const Transfer& transfer : written) {
-    transfer.done(*this);
+  std::unique_lock<std::mutex> lock(connection.mutex);
+  connection.queue.push_back(std::move(outgoing));
+  if (connection.queue.size() == 1) {
+    write(connection, std::move(lock));
   }
 }
 
-void SocketTransport::write(Connection& connection) {
-  std::vector<Transfer> written;
-  {
-    std::lock_guard<std::mutex> lock(connection.mutex);
-    written = write_queue(connection);
-  }
+// Under the connection's lock, which is gone when transfers are told of their end.
+void SocketTransport::write(Connection& connection, std::unique_lock<std::mutex> lock) {
+  const std::vector<Transfer> written = write_queue(connection);
+  lock.unlock();
   for (const Transfer& transfer : written) {
     transfer.done(*this);
   }
@@ -232,7 +224,7 @@ void SocketTransport::loop() {
 
 void SocketTransport::serve(Connection& connection, uint32_t events) {
   if (events & EPOLLOUT) {
-    write(connection);
+    write(connection, std::unique_lock<std::mutex>(connection.mutex));
   }
   if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
     read(connection);
@@ -350,22 +342,11 @@ void SocketTransport::tell_all(Header::Kind kind, const std::string& text, milli
   }
 }
 
-bool SocketTransport::wait_until(Clock::time_point deadline, const std::function<bool()>& ready) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_until(lock, deadline, ready);
-}
-
-void SocketTransport::notify() {
-  // Takes the lock, so that no wait can be between its look at `ready` and its sleep.
-  std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
-}
-
 // The group's first member draws a number and leaves it for the others under the split's name.
 int SocketTransport::make_context(const GroupState& parent, int first_member) {
   int split = 0;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(splits_mutex_);
     split = splits_[parent.context]++;
   }
   const std::string key = c10::str("group/", parent.context, "/", split, "/", first_member);

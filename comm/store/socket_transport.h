@@ -5,7 +5,6 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <deque>
 #include <map>
@@ -40,9 +39,6 @@ class SocketTransport final : public Transport {
   ~SocketTransport() override;
 
   void start(Transfer transfer) override;
-  void poll() override {}
-  bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
-  void notify() override;
   int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override;
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
@@ -97,10 +93,10 @@ class SocketTransport final : public Transport {
 
   void send(Transfer transfer);
   void enqueue(Connection& connection, Outgoing outgoing);
+  void write(Connection& connection, std::unique_lock<std::mutex> lock);
   std::vector<Transfer> write_queue(Connection& connection);
   void watch(const Descriptor& descriptor, Connection* connection);
   void watch_room(Connection& connection, bool room);
-  void write(Connection& connection);
 
   void loop();
   void serve(Connection& connection, uint32_t events);
@@ -125,8 +121,7 @@ class SocketTransport final : public Transport {
   std::thread thread_;
   MessageMatcher matcher_{*this};
 
-  std::mutex mutex_;  // guards everything below
-  std::condition_variable changed_;
+  std::mutex splits_mutex_;    // guards the next
   std::map<int, int> splits_;  // number of splits of a context so far
 };
 

@@ -71,26 +71,17 @@ class LiveWorlds {
   std::vector<World> worlds_;
 };
 
-StoreWorld make_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                      const MeetingTime& time, const std::string& name) {
-  SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, "make_store_world: expected a rank in 0 to ",
-                 size - 1, ", got ", rank, ".");
-  Meeting meeting = meet(store, rank, size, time);
-  StoreWorld world;
-  for (const RankRecord& record : meeting.ranks) {
-    world.hosts.push_back(record.host_name);
-  }
-  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting));
-  LiveWorlds::get().add(rank, world.transport);
-  const auto group = world_group(rank, size);
-  group->name = name;
-  world.world = std::make_shared<TransportCommunicator>(world.transport, group);
-  return world;
+c10d::TCPStoreOptions store_options(int port, bool serves, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(port);
+  options.isServer = serves;
+  options.waitWorkers = false;
+  options.timeout = timeout;
+  return options;
 }
 
-std::string first_line(const c10::Error& error) {
-  const std::string text = error.what_without_backtrace();
-  return text.substr(0, text.find('\n'));
+auto open_apart(const std::string& host, const c10d::TCPStoreOptions& options) {
+  return call_apart([host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
 }
 
 // The process's own world.
@@ -103,12 +94,6 @@ struct TorchrunJob {
 TorchrunJob& job() {
   static TorchrunJob instance;
   return instance;
-}
-
-const TorchrunJob& started_job(const char* function) {
-  SMP_CHECK_WITH(UsageError, job().world.world != nullptr, function,
-                 " needs the world of torchrun's variables. Call make_torchrun_world() first.");
-  return job();
 }
 
 std::string variable(const char* name) {
@@ -134,12 +119,24 @@ int number(const char* name, int least, int most) {
 
 CommunicatorPtr make_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                                  milliseconds timeout, const std::string& name) {
-  return make_world(store, rank, size, MeetingTime(timeout), name).world;
+  return open_store_world(store, rank, size, MeetingTime(timeout), name).world;
 }
 
-StoreWorld open_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                            milliseconds timeout, const std::string& name) {
-  return make_world(store, rank, size, MeetingTime(timeout), name);
+StoreWorld open_store_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                            const MeetingTime& time, const std::string& name) {
+  SMP_CHECK_WITH(UsageError, rank >= 0 && rank < size, "make_store_world: expected a rank in 0 to ",
+                 size - 1, ", got ", rank, ".");
+  Meeting meeting = meet(store, rank, size, time);
+  StoreWorld world;
+  for (const RankRecord& record : meeting.ranks) {
+    world.hosts.push_back(record.host_name);
+  }
+  world.transport = std::make_shared<SocketTransport>(rank, std::move(meeting));
+  LiveWorlds::get().add(rank, world.transport);
+  const auto group = world_group(rank, size);
+  group->name = name;
+  world.world = std::make_shared<TransportCommunicator>(world.transport, group);
+  return world;
 }
 
 void finish_store_world(const StoreWorld& world) {
@@ -153,14 +150,10 @@ void finish_store_world(const StoreWorld& world) {
 }
 
 c10::intrusive_ptr<c10d::Store> serve_store(milliseconds timeout, int& port) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  options.timeout = timeout;
   try {
     // The name localhost is not in the /etc/hosts of every host.
-    auto store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    auto store = c10::make_intrusive<c10d::TCPStore>(
+        "127.0.0.1", store_options(/*port=*/0, /*serves=*/true, timeout));
     port = store->getPort();
     return store;
   } catch (const c10::Error& error) {
@@ -172,12 +165,7 @@ c10::intrusive_ptr<c10d::Store> serve_store(milliseconds timeout, int& port) {
 
 c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, int port,
                                                  milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(port);
-  options.waitWorkers = false;
-  options.timeout = timeout;
-  auto opened =
-      call_apart([host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  auto opened = open_apart(host, store_options(port, /*serves=*/false, timeout));
   const std::string where = c10::str("the store of rank 0 at ", host, " port ", port);
   SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kLateness) == std::future_status::ready,
                  where, " has given no answer within ", timeout.count() / 1000.0,
@@ -208,18 +196,13 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
   const char* const key = port > 0 ? "\"ddp_port\"" : "MASTER_PORT";
   const bool launcher_has_it =
       port == 0 && core::env("TORCHELASTIC_USE_AGENT_STORE").value_or("") == "True";
-  c10d::TCPStoreOptions options;
-  options.port = static_cast<uint16_t>(place.port);
-  options.isServer = place.rank == 0 && !launcher_has_it;
-  options.waitWorkers = false;
-  options.timeout = timeout;
+  const bool serves = place.rank == 0 && !launcher_has_it;
   const std::string where =
       c10::str(" the store at ", place.host, " port ", place.port, " (MASTER_ADDR, ", key, "): ");
   const std::string remedy =
       ". Check that rank 0 has started, is not stopped and has descriptors left for strangers that "
       "connect to its port (ulimit -n), and that its host can be reached.";
-  auto opened = call_apart(
-      [host = place.host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  auto opened = open_apart(place.host, store_options(place.port, serves, timeout));
   SMP_CHECK_WITH(TimeoutError, opened.wait_for(timeout + kLateness) == std::future_status::ready,
                  "rank ", place.rank, " has had no answer from", where, "none within ",
                  timeout.count() / 1000.0, " s", remedy);
@@ -227,8 +210,8 @@ c10::intrusive_ptr<c10d::Store> open_torchrun_store(milliseconds timeout, int po
     return opened.get();
   } catch (const c10::Error& error) {
     const std::string reason = where + first_line(error);
-    SMP_CHECK_WITH(CommError, !options.isServer, "rank 0 cannot open", reason, ". Choose another ",
-                   key, " if it is in use.");
+    SMP_CHECK_WITH(CommError, !serves, "rank 0 cannot open", reason, ". Choose another ", key,
+                   " if it is in use.");
     core::fail<CommError>("rank ", place.rank, " cannot reach", reason, remedy);
   }
 }
@@ -242,7 +225,7 @@ CommunicatorPtr make_torchrun_world(milliseconds timeout, int port) {
     const MeetingTime time(timeout);
     const MeetingPlace place = meeting_place(port);
     job.store = c10::make_intrusive<c10d::PrefixStore>("smp", open_torchrun_store(timeout, port));
-    job.world = make_world(job.store, place.rank, place.size, time, "world");
+    job.world = open_store_world(job.store, place.rank, place.size, time, "world");
   }
   return job.world.world;
 }
@@ -258,20 +241,14 @@ void finalize_torchrun_world() {
 
 bool torchrun_world_aborted() { return job().world.transport && job().world.transport->aborted(); }
 
-int torchrun_local_rank() {
-  const TorchrunJob& job = started_job("torchrun_local_rank");
-  const auto here = job.world.hosts.begin() + job.world.world->rank();
-  return static_cast<int>(std::count(job.world.hosts.begin(), here, *here));
-}
-
-int torchrun_local_size() {
-  const TorchrunJob& job = started_job("torchrun_local_size");
-  const auto& hosts = job.world.hosts;
-  return static_cast<int>(std::count(hosts.begin(), hosts.end(), hosts[job.world.world->rank()]));
-}
-
-const std::vector<std::string>& torchrun_hosts() {
-  return started_job("torchrun_hosts").world.hosts;
+WorldHosts torchrun_hosts() {
+  const auto& [transport, world, hosts] = job().world;
+  SMP_CHECK_WITH(UsageError, world != nullptr,
+                 "torchrun_hosts needs the world of torchrun's variables. Call "
+                 "make_torchrun_world() first.");
+  const auto here = hosts.begin() + world->rank();
+  return {static_cast<int>(std::count(hosts.begin(), here, *here)),
+          static_cast<int>(std::count(hosts.begin(), hosts.end(), *here)), hosts};
 }
 
 }  // namespace smp::comm

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/store/rendezvous.h"
+#include "comm/world_hosts.h"
 
 namespace c10d {
 class Store;
@@ -40,8 +42,8 @@ struct StoreWorld {
 };
 
 /// Does the work of make_store_world.
-StoreWorld open_store_world(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                            std::chrono::milliseconds timeout, const std::string& name);
+StoreWorld open_store_world(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                            const MeetingTime& time, const std::string& name);
 
 /// Ends the world. Collective: waits until all ranks have called it; throws the `CommError` of
 /// which final_barrier tells. Returns at once when a rank has aborted. No communicator of it may be
@@ -89,12 +91,7 @@ void finalize_torchrun_world();
 /// True when some rank has called abort() on a communicator of that world, or has died.
 bool torchrun_world_aborted();
 
-/// This process's place among those of its host, and how many those are. After
-/// make_torchrun_world().
-int torchrun_local_rank();
-int torchrun_local_size();
-
-/// The host name of each rank; hosts of one name get numbers. After make_torchrun_world().
-const std::vector<std::string>& torchrun_hosts();
+/// Its hosts; those of one name get numbers. After make_torchrun_world().
+WorldHosts torchrun_hosts();
 
 }  // namespace smp::comm

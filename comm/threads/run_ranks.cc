@@ -9,7 +9,6 @@
 #include <thread>
 #include <vector>
 
-#include "comm/threads/thread_communicator.h"
 #include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "core/failure.h"

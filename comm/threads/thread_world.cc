@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "comm/transport_communicator.h"
+#include "core/check.h"
 #include "core/host.h"
 
 namespace smp::comm {
@@ -28,17 +30,6 @@ void ThreadWorld::start(Transfer transfer) {
   transfer.done(*this);
 }
 
-bool ThreadWorld::wait_until(Clock::time_point deadline, const std::function<bool()>& ready) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_until(lock, deadline, ready);
-}
-
-void ThreadWorld::notify() {
-  // Takes the lock, so that no wait can be between its look at `ready` and its sleep.
-  std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
-}
-
 // The ranks of a group come here one after the other, and may be at their next split while others
 // are still at this one: the number of the split tells which is meant.
 int ThreadWorld::make_context(const GroupState& parent, int first_member) {
@@ -58,6 +49,21 @@ void ThreadWorld::abort(int world_rank, const std::string& reason) noexcept {
     }
     notify();
   }
+}
+
+std::vector<CommunicatorPtr> make_thread_world(int size) {
+  return make_thread_world(size, std::make_shared<ThreadWorld>(size));
+}
+
+std::vector<CommunicatorPtr> make_thread_world(int size,
+                                               const std::shared_ptr<ThreadWorld>& world) {
+  SMP_CHECK_WITH(UsageError, size > 0, "make_thread_world: expected at least 1 rank, got ", size,
+                 ".");
+  std::vector<CommunicatorPtr> ranks;
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.push_back(std::make_shared<TransportCommunicator>(world, world_group(rank, size)));
+  }
+  return ranks;
 }
 
 }  // namespace smp::comm

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
@@ -17,8 +17,8 @@
 
 namespace smp::comm {
 
-/// The state that the rank threads of one world share: a matcher for each rank's messages, and one
-/// condition variable for all waits. Every rank uses it as its transport.
+/// The state that the rank threads of one world share: a matcher for each rank's messages. Every
+/// rank uses it as its transport, and waits on its one condition variable.
 class ThreadWorld final : public Transport {
  public:
   /// A world of so many ranks. Ranks may pretend to be on different hosts: `hosts` has a number for
@@ -26,9 +26,6 @@ class ThreadWorld final : public Transport {
   explicit ThreadWorld(int ranks, std::vector<int> hosts = {});
 
   void start(Transfer transfer) override;
-  void poll() override {}
-  bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
-  void notify() override;
   int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override {
     return hosts_.empty() || hosts_[this_rank] == hosts_[other];
@@ -48,11 +45,18 @@ class ThreadWorld final : public Transport {
   std::atomic<int> aborting_rank_{-1};
   std::deque<MessageMatcher> matchers_;  // matchers by receiving rank
   HandOverQueues queues_;
-  std::mutex mutex_;  // guards everything below
-  std::condition_variable changed_;
+  std::mutex mutex_;                                         // guards everything below
   int contexts_ = 1;                                         // 0 is the world
   std::map<std::pair<int, int>, int> splits_;                // (parent, rank) -> splits so far
   std::map<std::tuple<int, int, int>, int> split_contexts_;  // (parent, split, first) -> context
 };
+
+/// Makes a world of `size` ranks inside this process; element r is for the thread that plays rank
+/// r. A sent tensor is copied at once. Nothing runs in the background: a message is moved by
+/// whichever of its two threads comes second.
+std::vector<CommunicatorPtr> make_thread_world(int size);
+
+/// The same over a world made by the caller, which no other ranks use.
+std::vector<CommunicatorPtr> make_thread_world(int size, const std::shared_ptr<ThreadWorld>& world);
 
 }  // namespace smp::comm

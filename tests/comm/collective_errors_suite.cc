@@ -18,6 +18,7 @@ namespace {
 using core::PublicCall;
 using core::PublicCallScope;
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 
 class CollectiveErrors : public ::testing::TestWithParam<int> {};
@@ -171,11 +172,13 @@ TEST_P(CollectiveErrors, ATimeOutNamesTheRanksThatHaveNotCome) {
     const bool late = group->rank() == group->size() - 1;
     if (!late) {
       part->set_timeout(std::chrono::milliseconds(100));
-      const auto expected = AllOf(
-          HasSubstr("all_reduce of 8 bytes on group 'part' (here rank "),
-          HasSubstr(c10::str("was not complete within the timeout of 0.1 s; it waits for rank ",
-                             group->size() - 1, ".")),
-          HasSubstr("Check that these ranks call the same collectives"));
+      const auto expected =
+          AllOf(HasSubstr("all_reduce of 8 bytes on group 'part' (here rank "),
+                // On a busy machine others of the early ranks may be late, too.
+                ContainsRegex(c10::str("was not complete within the timeout of 0.1 s; it waits for "
+                                       "ranks? ([0-9]+, )*",
+                                       group->size() - 1, "\\.")),
+                HasSubstr("Check that these ranks call the same collectives"));
       const WorkPtr work = part->async().all_reduce(at::ones({2}), ReduceOp::kSum);
       EXPECT_FALSE(work->test());
       EXPECT_THAT(error_of<TimeoutError>([&] { work->wait(); }), expected);

@@ -53,8 +53,8 @@ namespace {
 using ::testing::HasSubstr;
 
 void nothing_is_known_before() {
-  EXPECT_THAT(error_of<UsageError>([] { mpi_local_rank(); }),
-              HasSubstr("mpi_local_rank needs a started MPI. Call make_mpi_world() first."));
+  EXPECT_THAT(error_of<UsageError>([] { mpi_hosts(); }),
+              HasSubstr("mpi_hosts needs a started MPI. Call make_mpi_world() first."));
 }
 
 void needs_threads() {

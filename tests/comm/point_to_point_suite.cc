@@ -245,11 +245,13 @@ TEST_P(Pair, WaitingCostsLittleCpuTime) {
     const at::Tensor token = at::zeros({1});
     group->barrier();
     if (group->rank() == 0) {
+      group->recv(token, 1, 1);
       std::this_thread::sleep_for(milliseconds(600));
       group->send(token, 1, 0);
     } else if (group->rank() == 1) {
       const double before = cpu_seconds();
       const auto start = std::chrono::steady_clock::now();
+      group->send(token, 0, 1);  // so that the wait is no shorter than the other's sleep
       group->recv(token, 0, 0);
       // On a busy machine the message comes later.
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;

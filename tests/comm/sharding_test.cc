@@ -2,21 +2,25 @@
 #include "comm/sharding.h"
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <random>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "comm/threads/run_ranks.h"
 #include "smp/error.h"
+#include "tests/error_of.h"
 
 // Held against a brute force that asks of each element of the whole where it lies.
 namespace smp::comm {
 namespace {
 
 using core::Axis;
+using ::testing::HasSubstr;
 using Sizes = std::vector<int64_t>;
 
 /// The ranks of a mesh of 4 x 3 x 2, of which two halve the first.
@@ -214,6 +218,43 @@ TEST(Sharding, RefusesTensorsOfOtherSizes) {
     const std::vector<Part> parts{{rows, at::rand({1, 1})}};  // which could be broadcast
     EXPECT_THROW(join(*group, parts, at::kFloat, group->rank(), 0), Error);
   });
+}
+
+TEST(Sharding, RefusesCutsThatWouldLoseElements) {
+  const auto error = [](const Sharding& sharding) {
+    return smp::testing::error_of([&] { sharding.cut(at::rand(sharding.sizes), 0); });
+  };
+  EXPECT_THAT(
+      error({{8, 3}, {}, {{{1, 2}, Blocks{0, {3, 5}}}}}),
+      HasSubstr("blocks that do not divide evenly: [8, 3] along dimension 0 in blocks of [3, 5] "
+                "over 2 ranks"));
+  EXPECT_THAT(
+      error({{8, 3}, {}, {{{1, 2}, Blocks{0, {4, 2}}}}}),
+      HasSubstr("blocks that do not divide evenly: [8, 3] along dimension 0 in blocks of [4, 2]"));
+  EXPECT_THAT(error({{8}, {0}, {{{1, 2}, Range{0, 4}}, {{2, 2}, Range{0, 2}}}}),
+              HasSubstr("a cut follows a range: [8] 4 elements each over 2 ranks, then 2"));
+}
+
+TEST(Sharding, IsToldAndCompared) {
+  const Axis axis{1, 2}, other{2, 4};
+  const std::vector<std::pair<Sharding, std::string>> told{
+      {{{4, 3}, {}, {}}, "[4, 3]"},
+      {{{4, 3}, {}, {{axis, Blocks{0, {4}}}}}, "[4, 3] along dimension 0 over 2 ranks"},
+      {{{12, 3}, {}, {{axis, Blocks{0, {4, 4, 4}}}}},
+       "[12, 3] along dimension 0 in 3 blocks over 2 ranks"},
+      {{{3, 12}, {0, 1}, {{axis, Blocks{1, {4, 8}}}, {other, Range{0, 8}}}},
+       "[3, 12] along dimension 1 in blocks of [4, 8] over 2 ranks, then 8 elements each over 4 "
+       "ranks"},
+      {{{40}, {0}, {{other, Range{16, 16}}}},
+       "[40] 16 elements each from 16 before the first over 4 ranks"},
+      {{{40}, {0}, {{{1, 4}, Range{16, 16}}}},
+       "[40] 16 elements each from 16 before the first over 4 ranks"}};
+  for (size_t i = 0; i < told.size(); ++i) {
+    EXPECT_EQ(told[i].first.to_string(), told[i].second);
+    for (size_t k = 0; k < told.size(); ++k) {
+      EXPECT_EQ(told[i].first == told[k].first, i == k) << told[i].second;
+    }
+  }
 }
 
 /// Lists of any dtype, of parts of other lengths on each rank, of which some have none.

@@ -494,7 +494,7 @@ TEST(Torchrun, SaysWhyThereIsNoStore) {
       ::testing::AnyOf(AllOf(HasSubstr("rank 1 cannot reach the store at 127.0.0.1 port 1"),
                              HasSubstr("Check that rank 0 has started, is not")),
                        HasSubstr("rank 1 has had no answer from the store at 127.0.0.1 port 1 ")));
-  EXPECT_THAT(error_of<UsageError>([] { torchrun_local_rank(); }),
+  EXPECT_THAT(error_of<UsageError>([] { torchrun_hosts(); }),
               HasSubstr("needs the world of torchrun's variables"));
 }
 
@@ -506,9 +506,9 @@ TEST(Torchrun, MeetsAtAnotherPort) {
                        {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
   const uint16_t port = launchers_store()->getPort();  // free again
   EXPECT_EQ(meeting_place(port).port, port);
-  const auto served = open_torchrun_store(milliseconds(5000), port);
+  const auto served = open_torchrun_store(milliseconds(60'000), port);
   setenv("RANK", "1", 1);
-  const auto reached = open_torchrun_store(milliseconds(5000), port);
+  const auto reached = open_torchrun_store(milliseconds(60'000), port);
   served->set("key", "value");
   EXPECT_EQ(reached->get_to_str("key"), "value");
   setenv("RANK", "0", 1);
@@ -576,7 +576,7 @@ void meet_once() {
                        {"MASTER_PORT", std::to_string(launcher->getPort())},
                        {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
   EXPECT_EQ(make_torchrun_world()->size(), 1);
-  EXPECT_EQ(torchrun_local_size(), 1);
+  EXPECT_EQ(torchrun_hosts().local_size, 1);
   finalize_torchrun_world();
   EXPECT_THAT(error_of<UsageError>([] { make_torchrun_world(); }),
               HasSubstr("make_torchrun_world after finalize_torchrun_world: the processes meet"));

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "comm/threads/run_ranks.h"
-#include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "tests/comm/harness.h"
 #include "tests/comm/test_tensors.h"

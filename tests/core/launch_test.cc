@@ -11,13 +11,13 @@
 #include <thread>
 
 #include "tests/error_of.h"
-#include "tools/config_doc.h"
-#include "tools/config_header.h"
+#include "tools/config_texts.h"
 
 namespace smp::tools {
 namespace {
 
 using smp::testing::error_of;
+using smp::testing::expect_has;
 using Words = std::vector<std::string>;
 
 std::string config_file(const std::string& text) {
@@ -141,8 +141,7 @@ TEST(Launch, RanksComputeWithOneThreadUnlessTheUserSaysOtherwise) {
   LaunchContext context;
   context.one_thread = true;
   const auto parameters = R"({"partitions": 2})";
-  EXPECT_NE(shell_text(plan_launch(options_for(parameters), context)).find("OMP_NUM_THREADS=1 "),
-            std::string::npos);
+  expect_has(shell_text(plan_launch(options_for(parameters), context)), "OMP_NUM_THREADS=1 ");
   const auto custom =
       options_for(estimator(R"(, "custom_mpi_options": "-x OMP_NUM_THREADS=4")", parameters));
   EXPECT_EQ(shell_text(plan_launch(custom, context)).find("OMP_NUM_THREADS=1 "), std::string::npos);
@@ -208,7 +207,7 @@ TEST(Launch, WithATimeToStop) {
   EXPECT_FALSE(plan_launch(options_for(R"({"partitions": 2})"), {}).outlives_sigterm);
   const auto command = plan_launch(options_for(R"({"partitions": 2, "preempt_seconds": 30})"), {});
   EXPECT_TRUE(command.outlives_sigterm);
-  EXPECT_EQ(command.preempt_seconds, 30);
+  EXPECT_EQ(command.config.preempt_seconds(), 30);
 }
 
 TEST(Launch, NumberOfRanks) {
@@ -310,12 +309,10 @@ TEST(Launch, SeveralHosts) {
   options.hosts = "h1,h2:6";
   EXPECT_EQ(plan_launch(options, {}).arguments.at(5), "h1:3,h2:6");
   for (const char* bad : {"h1:0", "h1:two", ":2", "h1,,h2"}) {
+    SCOPED_TRACE(bad);
     options.hosts = bad;
-    EXPECT_NE(error_of<ConfigError>([&] {
-                plan_launch(options, {});
-              }).find("--hosts: expected HOST or HOST:RANKS, separated by commas, got"),
-              std::string::npos)
-        << bad;
+    expect_has(error_of<ConfigError>([&] { plan_launch(options, {}); }),
+               "--hosts: expected HOST or HOST:RANKS, separated by commas, got");
   }
 }
 
@@ -357,13 +354,17 @@ TEST(Launch, HostsOfASlurmJob) {
             "n01:2,n02:2,n03:2,n7:1,login:4");
   EXPECT_EQ(to_string(slurm_hosts("gpu9", "")), "gpu9:1");
   EXPECT_EQ(to_string(slurm_hosts("a[9-11]b", "1(x3)")), "a9b:1,a10b:1,a11b:1");
-  for (const auto& [nodes, tasks] :
-       {std::pair{"n[1-", "1"}, {"n[2-1]", "1"}, {"n[x]", "1"}, {"n1", "two"}, {"n1", "2(x2)"}}) {
-    EXPECT_NE(error_of<ConfigError>([&, n = nodes, t = tasks] {
-                slurm_hosts(n, t);
-              }).find(". Name the hosts with --hosts HOST:RANKS,..."),
-              std::string::npos)
-        << nodes << " " << tasks;
+  for (const auto& [nodes, tasks] : {std::pair{"n[1-", "1"},
+                                     {"n[2-1]", "1"},
+                                     {"n[x]", "1"},
+                                     {"n[1-]", "1"},
+                                     {"n[99999999999999999999]", "1"},
+                                     {"n1", "two"},
+                                     {"n1", "2(x2)"},
+                                     {"n1", "-1"}}) {
+    SCOPED_TRACE(c10::str(nodes, " ", tasks));
+    const auto text = error_of<ConfigError>([&, n = nodes, t = tasks] { slurm_hosts(n, t); });
+    expect_has(text, ". Name the hosts with --hosts HOST:RANKS,...");
   }
   LaunchContext context;
   context.slurm_hosts = slurm_hosts("n[1-2]", "2(x2)");
@@ -416,9 +417,7 @@ TEST(Launch, DataParallelism) {
   options.np = 3;
   LaunchCommand command = plan_launch(options, {});
   EXPECT_EQ(command.arguments.at(2), "3");
-  EXPECT_NE(shell_text(command).find(" -x A -x MASTER_ADDR -x MASTER_PORT ./train"),
-            std::string::npos)
-      << shell_text(command);
+  expect_has(shell_text(command), " -x A -x MASTER_ADDR -x MASTER_PORT ./train");
   using Variables = std::vector<std::pair<std::string, std::string>>;
   EXPECT_EQ(command.environment,
             (Variables{{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}}));
@@ -461,8 +460,7 @@ TEST(Launch, Errors) {
                 "\"mpi.custom_mpi_options\": the quote ' at character 4 is not closed in: -x 'A. "
                 "Close it.");
   options = options_for(R"({"smdistributed": {"modelparallel": {}, "dataparallel": {}}})");
-  EXPECT_NE(error(options).find("Cannot use more than 1 smdistributed strategy. \n"),
-            std::string::npos);
+  expect_has(error(options), "Cannot use more than 1 smdistributed strategy. \n");
   EXPECT_EQ(error(LaunchOptions{}),
             "[smp] smprun: the number of ranks is unknown: expected --np N or --config FILE, got "
             "neither. Give one of them.");

@@ -48,12 +48,9 @@ TEST(Log, LinesCarryTheRankAndTheLevel) {
 }
 
 TEST(Log, LevelNames) {
-  bool recognised = false;
-  EXPECT_EQ(core::parse_log_level("debug", &recognised), core::LogLevel::kDebug);
-  EXPECT_TRUE(recognised);
+  EXPECT_EQ(core::parse_log_level("debug"), core::LogLevel::kDebug);
   EXPECT_EQ(core::parse_log_level("warning"), core::LogLevel::kWarning);
-  EXPECT_EQ(core::parse_log_level("verbose", &recognised), core::LogLevel::kInfo);
-  EXPECT_FALSE(recognised);
+  EXPECT_EQ(core::parse_log_level("verbose"), std::nullopt);
 }
 
 /// A process reads the level once, so this one is of its own.

@@ -166,8 +166,9 @@ TEST_F(Smprun, RanksHaveToComeInTime) {
                           command("pass", " --start-timeout " + std::to_string(limit)));
   };
   const std::string arrive = ": >\"$SMP_FAILURE_DIR/arrived-";
-  auto some = begin("some", 6, arrive + "0\"; exec sleep 60");
-  auto all = begin("all", 6, arrive + "0\"; " + arrive + "1\"; exec sleep 7");
+  // Longer than a busy machine may stop before ranks have arrived.
+  auto some = begin("some", 12, arrive + "0\"; exec sleep 60");
+  auto all = begin("all", 12, arrive + "0\"; " + arrive + "1\"; exec sleep 13");
   const Outcome none = begin("none", 2, "exec sleep 60").get();
   EXPECT_EQ(none.status, 128 + SIGTERM);
   EXPECT_EQ(none.output,

@@ -25,7 +25,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     check(device);
     return c10::Device(kFakeType, std::exchange(current_index, device.index()));
   }
-  c10::Device getDevice() const override { return c10::Device(kFakeType, current_index); }
+  c10::Device getDevice() const override {
+    FakeMachine::check_call();
+    return c10::Device(kFakeType, current_index);
+  }
   void setDevice(c10::Device device) const override {
     check(device);
     current_index = device.index();

@@ -21,7 +21,7 @@
 /// was allocated on comes to it, and those that it was recorded on have done their tasks until
 /// then.
 ///
-/// Whatever the order in which things happen to run, three rules are checked, and a program that
+/// Whatever the order in which things happen to run, four rules are checked, and a program that
 /// breaks one ends with the text and the stack:
 /// - A task that uses memory on one stream waits for the earlier tasks of another stream there,
 ///   if one of them writes. Allocating counts as writing, since a caching allocator gives
@@ -32,6 +32,8 @@
 /// - Memory is freed when the stream that it was allocated on, or the host, has waited for its uses
 ///   on other streams, or these are recorded (`recordDataPtrOnStream`). As in libtorch's allocator,
 ///   uses recorded while any stream of the index is captured are forgotten.
+/// - Nothing is asked of the device when static objects are destroyed that its first use has made,
+///   as libtorch's calls of CUDA make and read one.
 namespace smp::testing {
 
 /// The bit of the device's addresses, which is beyond those of programs.

@@ -26,6 +26,12 @@ void* aligned(size_t bytes) {
 
 bool overlap(const Access& a, const Access& b) { return a.begin < b.end && b.begin < a.end; }
 
+/// A static object of libtorch's, which the first checked call of CUDA makes and all others read.
+struct Registry {
+  ~Registry() { is_gone = true; }
+  static inline bool is_gone = false;
+};
+
 bool covers(const Access& a, const Access& b) {
   return a.begin <= b.begin && b.end <= a.end && (a.writes || !b.writes);
 }
@@ -59,7 +65,13 @@ void FakeMachine::refuse_captured(StreamKey stream) const {
   TORCH_CHECK(!is_captured(stream), "operation not permitted when stream is capturing");
 }
 
+void FakeMachine::check_call() {
+  static const Registry registry;
+  if (Registry::is_gone) get().broken("the device is used when libtorch's registry of it is gone");
+}
+
 void FakeMachine::refuse_failed(StreamKey stream) const {
+  check_call();
   if (!has_failed(stream.first)) return;
   constexpr int kDeviceAssert = 710;
   throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kDeviceAssert,

@@ -111,6 +111,8 @@ class FakeMachine {
 
   /// An index that has failed works again, without the tasks that it has not done.
   void mend(c10::DeviceIndex index);
+  /// A call that reads the static object of fake_device.h's last rule, and makes it the first time.
+  static void check_call();
   /// Throws a `c10::AcceleratorError` if the stream's index has failed.
   void refuse_failed(StreamKey stream) const;
 

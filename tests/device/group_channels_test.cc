@@ -20,10 +20,9 @@
 #include <string>
 #include <vector>
 
-#include "comm/host_parts.h"
 #include "comm/nccl/reduce_parts.h"
 #include "comm/reduce.h"
-#include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "pipeline/message.h"
 #include "tests/device/fake_device.h"
 

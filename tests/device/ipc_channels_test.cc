@@ -458,6 +458,31 @@ TEST(IpcChannels, AnEventThatDoesNotComeEndsTheTrial) {
   });
 }
 
+/// A process cannot map the memory of hosts that another user has made, by which an opener tells
+/// that it has closed the device's.
+TEST_F(TwoProcesses, TryTheMemoryThatTellsOfClosingToo) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can be another user";
+  const auto problem = [](const CommunicatorPtr& group, at::Device device) {
+    return comm::ipc_problem(*group, *comm::device_ipc(device.type()), device);
+  };
+  run(
+      [&](const CommunicatorPtr& group, at::Device device) {
+        EXPECT_EQ(problem(group, device), "");
+        ASSERT_EQ(seteuid(65534), 0);
+        expect_has(problem(group, device),
+                   {"rank 0 of the group cannot open the memory of another: memory of process ",
+                    " that tells of closing cannot be mapped"});
+        ASSERT_EQ(seteuid(0), 0);
+        group->barrier();
+      },
+      [&](const CommunicatorPtr& group, at::Device device) {
+        EXPECT_EQ(problem(group, device), "");
+        expect_has(problem(group, device), "that tells of closing cannot be mapped");
+        group->barrier();
+      });
+  EXPECT_EQ(end_of_other(), 0);
+}
+
 /// Messages there and back, on lanes that grow.
 TEST_F(TwoProcesses, SendsBackWhatItGot) {
   const auto pass = [](const CommunicatorPtr& group, at::Device device) {
