@@ -171,7 +171,7 @@ void Archive::add_tensors(const std::string& folder, const std::string& kind,
   std::map<std::string, c10::Storage> storages;
   std::map<std::pair<std::string, Layout>, at::Tensor> known;
   for (const auto& [name, entry] : program_json(json, file).at("config").members()) {
-    const std::string data = entry.at("path_name").text();
+    const std::string data = folder + entry.at("path_name").text();
     const bool is_raw = entry.has("use_pickle") && !entry.at("use_pickle").boolean();
     SMP_CHECK_WITH(CheckpointError, is_raw && entry.has("tensor_meta"), "exported program \"",
                    core::printable(path_), "\": \"", core::printable(name, 100),
@@ -180,7 +180,7 @@ void Archive::add_tensors(const std::string& folder, const std::string& kind,
     const core::JsonReader meta = entry.at("tensor_meta");
     const Layout layout = read_tensor_layout(meta);
     auto stored = storages.find(data);
-    if (stored == storages.end()) stored = storages.emplace(data, storage(folder + data)).first;
+    if (stored == storages.end()) stored = storages.emplace(data, storage(data)).first;
     check_fits(layout, stored->second.nbytes(), meta);
     at::Tensor& tensor = known[{data, layout}];
     if (!tensor.defined()) {
@@ -188,7 +188,7 @@ void Archive::add_tensors(const std::string& folder, const std::string& kind,
                    .set_(stored->second, layout.offset, layout.sizes, layout.strides);
     }
     const bool requires_grad = meta.at("requires_grad").boolean();
-    const bool is_new = tensors.emplace(name, StoredTensor{tensor, requires_grad}).second;
+    const bool is_new = tensors.emplace(name, StoredTensor{tensor, data, requires_grad}).second;
     if (!is_new) entry.fail_expected("a name that no weight has");
   }
 }

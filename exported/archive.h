@@ -17,6 +17,7 @@ namespace smp::exported {
 /// A tensor of an archive.
 struct StoredTensor {
   at::Tensor tensor;
+  std::string record;          ///< holds its storage
   bool requires_grad = false;  ///< in Python
 };
 

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 
 #include "core/check.h"
 #include "graph/alias_analysis.h"
+#include "graph/content.h"
 #include "graph/differentiate.h"
 #include "graph/leaf.h"
 #include "graph/not_equal.h"
@@ -22,13 +24,6 @@ using graph::ValueId;
 using graph::ValueKind;
 
 constexpr size_t kReturned = std::numeric_limits<size_t>::max();
-
-[[noreturn]] void refuse(const std::string& file, const Operator& op, const std::string& what,
-                         const std::string& remedy) {
-  core::fail<CaptureError>("cannot export \"", file, "\": operator ", op.name(),
-                           op.scope.empty() ? "" : ", in module \"" + op.scope + "\",", " ", what,
-                           ". ", remedy);
-}
 
 bool is_of_aten(const Operator& op) {
   return op.handle.operator_name().name.rfind("aten::", 0) == 0;
@@ -51,6 +46,31 @@ bool follows_default_type(const Graph& graph, const Operator& op) {
   return from_integers && graph::any_result(graph, op, [&](const graph::Value& value) {
            return value.meta.dtype == op.mode.default_dtype;
          });
+}
+
+/// Whether Python takes a number where the operator takes a tensor.
+bool takes_numbers(const Operator& op) {
+  static const std::set<std::string> names = {"add", "div",      "divide",   "floor_divide", "mul",
+                                              "sub", "multiply", "subtract", "true_divide"};
+  std::string name = short_name(op);
+  if (name.back() == '_') name.pop_back();  // in place
+  return names.count(name) > 0;
+}
+
+/// Numbers that libtorch wrapped into tensors are written as numbers: tensors would decide types.
+void check_numbers(const std::string& file, const Graph& graph, const Operator& op) {
+  for (const graph::Argument& argument : op.arguments) {
+    for (ValueId value : argument.values) {
+      if (value == kUndefined || !graph::is_wrapped_number(graph.values[value].content)) continue;
+      const bool is_read =
+          argument.kind == graph::Argument::Kind::kTensor && !graph::writes_to(graph, op, value);
+      if (is_read && takes_numbers(op)) continue;
+      refuse(file, op,
+             "takes a number that is wrapped into a tensor and decides no type, which Python has "
+             "in sums, differences, products and quotients only",
+             "Pass a number, or a tensor (torch::tensor(number))");
+    }
+  }
 }
 
 void check_can_be_written(const std::string& file, const Graph& graph, const Operator& op) {
@@ -82,6 +102,7 @@ void check_can_be_written(const std::string& file, const Graph& graph, const Ope
                std::string(c10::toString(op.mode.default_dtype)) + " here and float in Python",
            "Convert the integers first: x.to(torch::kDouble)");
   }
+  check_numbers(file, graph, op);
   if (op.mode.after_backward > 0 && !op.writes.empty()) {
     refuse(file, op, "writes memory after backward, and an exported program has no backward pass",
            "Write before model->backward, or export model->forward alone");
@@ -124,6 +145,18 @@ class NeededMemory {
 
 }  // namespace
 
+std::string short_name(const Operator& op) {
+  const std::string& name = op.handle.operator_name().name;
+  return name.substr(name.rfind(':') + 1);
+}
+
+void refuse(const std::string& file, const Operator& op, const std::string& what,
+            const std::string& remedy) {
+  core::fail<CaptureError>("cannot export \"", file, "\": operator ", op.name(),
+                           op.scope.empty() ? "" : ", in module \"" + op.scope + "\",", " ", what,
+                           ". ", remedy);
+}
+
 ExportPlan::ExportPlan(const Graph& graph, const std::string& file) : graph_(graph) {
   find_needed(graph);
   for (size_t i : operators_) check_can_be_written(file, graph, graph.operators[i]);
@@ -149,7 +182,10 @@ void ExportPlan::find_uses(const Graph& graph) {
   written_.resize(graph.alias_sets, false);
   for (size_t i : operators_) {
     const Operator& op = graph.operators[i];
-    graph::for_each_argument(op, [&](ValueId value) { uses_end_[first_[value]] = i + 1; });
+    graph::for_each_argument(op, [&](ValueId value) {
+      const bool is_number = graph::is_wrapped_number(graph.values[value].content);
+      if (!is_number) uses_end_[first_[value]] = i + 1;
+    });
     graph::for_each_same_tensor(op, [&](ValueId result, ValueId argument) {
       if (graph::writes_to(graph, op, argument)) first_[result] = first_[argument];
     });

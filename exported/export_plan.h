@@ -9,6 +9,13 @@
 
 namespace smp::exported {
 
+/// "aten::add_": "add_".
+std::string short_name(const graph::Operator& op);
+
+/// Throws the `CaptureError` of an operator that cannot be written.
+[[noreturn]] void refuse(const std::string& file, const graph::Operator& op,
+                         const std::string& what, const std::string& remedy);
+
 /// The operators of a graph that an exported program needs, and how their values are used. The
 /// graph outlives it.
 class ExportPlan {

@@ -32,21 +32,6 @@ bool is_same(const c10::IValue& value, const c10::IValue& expected) {
   return value.tagKind() == expected.tagKind() && !value.isTensor() && value == expected;
 }
 
-/// An integer is a real number, too.
-bool is_number_of(const c10::IValue& value, ValueType type) {
-  switch (type) {
-    case ValueType::kInteger:
-      return value.isInt();
-    case ValueType::kReal:
-      return value.isInt() || value.isDouble();
-    case ValueType::kBoolean:
-      return value.isBool();
-    case ValueType::kTensor:
-      return false;
-  }
-  return false;
-}
-
 std::string shown(const Range& range) {
   using Limits = std::numeric_limits<int64_t>;
   if (range.most == Limits::max()) return std::to_string(range.least) + " and more";
@@ -73,7 +58,7 @@ LoadedProgram::LoadedProgram(const std::string& path) {
     SMP_CHECK_WITH(CheckpointError, found != stored.end(), "exported program \"",
                    core::printable(path), "\" has no data for \"", core::printable(input.name, 100),
                    "\". The file is damaged: write it again by torch.export.save");
-    const auto& [tensor, requires_grad] = found->second;
+    const auto& [tensor, record, requires_grad] = found->second;
     if (input.kind == Kind::kConstant) {
       constants_[input.name] = tensor;
       continue;
@@ -86,7 +71,7 @@ LoadedProgram::LoadedProgram(const std::string& path) {
                    tensor.scalar_type(),
                    ", which has none. The file is damaged: write it again by torch.export.save");
     by_name_[input.name] = tensors_.size();
-    tensors_.push_back({input.name, input.kind == Kind::kParameter, tensor, requires_grad});
+    tensors_.push_back({input.name, input.kind == Kind::kParameter, tensor, record, requires_grad});
   }
 }
 
@@ -178,7 +163,8 @@ void LoadedProgram::check_input(const Input& input, const Leaf& leaf) const {
     return;
   }
   if (input.type != ValueType::kTensor) {
-    SMP_CHECK_WITH(UsageError, is_number_of(leaf.value, input.type), "exported program \"",
+    const bool is_whole = input.type == ValueType::kReal && leaf.value.isInt();
+    SMP_CHECK_WITH(UsageError, is_whole || is_of(leaf.value, input.type), "exported program \"",
                    core::printable(program_.file), "\": argument ", leaf.place,
                    ": expected a number, ", to_string(input.type), ", got a value of type ",
                    leaf.value.tagKind(), ". Pass what the program was exported with");

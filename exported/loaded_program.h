@@ -21,6 +21,7 @@ struct ModelTensor {
   std::string name;  ///< dotted path
   bool is_parameter;
   at::Tensor tensor;
+  std::string record;  ///< holds its storage in the archive
   bool requires_grad;
 };
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Nodes that call an operator of libtorch's dispatcher, whose schema describes its arguments.
-#include <ATen/ScalarOps.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/jit_type.h>
 #include <c10/core/Scalar.h>
@@ -16,6 +15,8 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/action.h"
+#include "graph/content.h"
+#include "graph/operator_traits.h"
 
 namespace smp::exported {
 namespace {
@@ -55,11 +56,7 @@ bool reaches_outside(const std::string& name) {
 /// How many values the enumeration has that an argument is of; 0 if it is of none. Operators take
 /// such a number without a check.
 int64_t values_of_enumeration(const c10::Argument& argument) {
-  c10::TypePtr type = argument.real_type();
-  if (type->kind() == TypeKind::OptionalType) {
-    type = type->expectRef<c10::OptionalType>().getElementType();
-  }
-  switch (type->kind()) {
+  switch (graph::without_optional(argument.real_type())->kind()) {
     case TypeKind::ScalarTypeType:
       return static_cast<int64_t>(at::ScalarType::NumOptions);
     case TypeKind::LayoutType:
@@ -83,13 +80,6 @@ std::optional<c10::OperatorName> name_of(const std::string& target) {
                            overload == "default" ? "" : overload);
 }
 
-/// A number where a tensor is expected: as Python wraps it, so that it decides no type.
-c10::IValue wrapped(const c10::IValue& number) {
-  at::Tensor tensor = c10::scalar_to_tensor(number.toScalar());
-  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return tensor;
-}
-
 bool is_number(const c10::IValue& value) {
   return value.isInt() || value.isDouble() || value.isBool() || value.isComplexDouble();
 }
@@ -99,7 +89,7 @@ std::optional<c10::IValue> cast(c10::IValue value, TypeKind kind) {
   switch (kind) {
     case TypeKind::TensorType:
       if (value.isTensor()) return value;
-      if (is_number(value)) return wrapped(value);
+      if (is_number(value)) return graph::wrapped_number(value.toScalar());  // Python does the same
       return std::nullopt;
     case TypeKind::IntType:
     case TypeKind::SymIntType:
@@ -256,17 +246,11 @@ class Binding {
 
   static Operand typed(c10::TypePtr type) {
     Operand operand;
-    if (type->kind() == TypeKind::OptionalType) {
-      operand.may_be_none = true;
-      type = type->castRaw<c10::OptionalType>()->getElementType();
-    }
-    if (type->kind() == TypeKind::ListType) {
-      operand.is_list = true;
-      type = type->castRaw<c10::ListType>()->getElementType();
-      operand.may_be_none = type->kind() == TypeKind::OptionalType;
-      if (operand.may_be_none) type = type->castRaw<c10::OptionalType>()->getElementType();
-    }
-    operand.element = std::move(type);
+    operand.element = graph::without_optional(type);
+    operand.is_list = operand.element->kind() == TypeKind::ListType;
+    if (operand.is_list) type = operand.element->castRaw<c10::ListType>()->getElementType();
+    operand.may_be_none = type->kind() == TypeKind::OptionalType;
+    operand.element = graph::without_optional(type);
     return operand;
   }
 

@@ -10,7 +10,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "exported/linear_size.h"
@@ -27,6 +26,7 @@ constexpr Slot kNoSlot = -1;
 enum class ValueType : uint8_t { kTensor, kInteger, kReal, kBoolean };
 
 const char* to_string(ValueType type);
+bool is_of(const c10::IValue& value, ValueType type);
 
 struct Function;
 

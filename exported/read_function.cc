@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "exported/read_function.h"
 
-#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -79,77 +78,71 @@ class Reading {
  private:
   using Read = std::function<Argument(Reading&, const core::JsonReader&)>;
 
-  static const std::unordered_map<std::string, Read>& readers() {
-    static const auto list_of = [](Read read) -> Read {
-      return [read = std::move(read)](Reading& reading, const core::JsonReader& place) {
-        std::vector<Argument> arguments;
-        for (const core::JsonReader& element : place.elements()) {
-          arguments.push_back(read(reading, element));
-        }
-        return list(std::move(arguments));
-      };
+  using Readers = std::unordered_map<std::string, Read>;
+
+  template <class Value>
+  static Read constant_of(Value value) {
+    return [value](Reading&, const core::JsonReader& p) { return constant(value(p)); };
+  }
+  template <class Number>
+  static Read number_of(Number number) {
+    return constant_of([=](const core::JsonReader& p) { return static_cast<int64_t>(number(p)); });
+  }
+  static Read list_of(Read read) {
+    return [read = std::move(read)](Reading& reading, const core::JsonReader& place) {
+      std::vector<Argument> arguments;
+      for (const core::JsonReader& element : place.elements()) {
+        arguments.push_back(read(reading, element));
+      }
+      return list(std::move(arguments));
     };
-    static const auto constant_of = [](auto read) -> Read {
-      return [read](Reading&, const core::JsonReader& p) { return constant(read(p)); };
-    };
-    static const auto number_of = [](auto read) -> Read {
-      return constant_of(
-          [read](const core::JsonReader& p) { return static_cast<int64_t>(read(p)); });
-    };
-    static const Read none = constant_of([](const core::JsonReader&) { return c10::IValue(); });
-    static const Read integer = constant_of([](const core::JsonReader& p) { return p.integer(); });
-    static const Read real = constant_of(real_of);
-    static const Read boolean = constant_of([](const core::JsonReader& p) { return p.boolean(); });
-    static const Read text = constant_of([](const core::JsonReader& p) { return p.text(); });
-    static const Read named = [](Reading& r, const core::JsonReader& p) {
-      return r.value(p.at("name"));
-    };
-    static const Read symbolic = [](Reading& r, const core::JsonReader& p) {
-      return r.symbolic(p);
-    };
-    static const Read any = [](Reading& r, const core::JsonReader& p) { return r.argument(p); };
-    static const std::unordered_map<std::string, Read> table = {
-        {"as_none", none},
-        {"as_tensor", named},
-        {"as_tensors", list_of(named)},
-        {"as_optional_tensor", any},
-        {"as_optional_tensors", list_of(any)},
-        {"as_int", integer},
-        {"as_ints", list_of(integer)},
-        {"as_float", real},
-        {"as_floats", list_of(real)},
-        {"as_bool", boolean},
-        {"as_bools", list_of(boolean)},
-        {"as_string", text},
-        {"as_strings", list_of(text)},
+  }
+
+  /// The kinds of which there are lists, too.
+  static Readers listed() {
+    const auto symbolic = [](Reading& r, const core::JsonReader& p) { return r.symbolic(p); };
+    return {
+        {"as_tensor", [](Reading& r, const core::JsonReader& p) { return r.value(p.at("name")); }},
+        {"as_optional_tensor", [](Reading& r, const core::JsonReader& p) { return r.argument(p); }},
+        {"as_int", constant_of([](const core::JsonReader& p) { return p.integer(); })},
+        {"as_float", constant_of(real_of)},
+        {"as_bool", constant_of([](const core::JsonReader& p) { return p.boolean(); })},
+        {"as_string", constant_of([](const core::JsonReader& p) { return p.text(); })},
         {"as_sym_int", symbolic},
-        {"as_sym_ints", list_of(symbolic)},
         {"as_sym_float", symbolic},
-        {"as_sym_floats", list_of(symbolic)},
-        {"as_sym_bool", symbolic},
-        {"as_sym_bools", list_of(symbolic)},
-        {"as_complex", constant_of([](const core::JsonReader& p) {
-           return c10::complex<double>(real_of(p.at("real")), real_of(p.at("imag")));
-         })},
-        {"as_scalar_type", number_of(read_dtype)},
-        {"as_layout", number_of(read_layout)},
-        {"as_memory_format", number_of(read_memory_format)},
-        {"as_device",
-         [](Reading& r, const core::JsonReader& p) {
-           r.reader_.note_device(p);
-           Argument argument;
-           argument.kind = Kind::kDevice;
-           return argument;
-         }},
-        {"as_graph",
-         [](Reading& r, const core::JsonReader& p) {
-           Argument argument;
-           argument.kind = Kind::kFunction;
-           argument.function =
-               std::make_shared<const Function>(r.reader_.read(p.at("graph"), p.at("name").text()));
-           return argument;
-         }},
-    };
+        {"as_sym_bool", symbolic}};
+  }
+
+  static const Readers& readers() {
+    static const Readers table = [] {
+      Readers readers = {
+          {"as_none", constant_of([](const core::JsonReader&) { return c10::IValue(); })},
+          {"as_complex", constant_of([](const core::JsonReader& p) {
+             return c10::complex<double>(real_of(p.at("real")), real_of(p.at("imag")));
+           })},
+          {"as_scalar_type", number_of(read_dtype)},
+          {"as_layout", number_of(read_layout)},
+          {"as_memory_format", number_of(read_memory_format)},
+          {"as_device",
+           [](Reading& r, const core::JsonReader& p) {
+             r.reader_.note_device(p);
+             Argument argument;
+             argument.kind = Kind::kDevice;
+             return argument;
+           }},
+          {"as_graph", [](Reading& r, const core::JsonReader& p) {
+             Argument argument;
+             argument.kind = Kind::kFunction;
+             argument.function = std::make_shared<const Function>(
+                 r.reader_.read(p.at("graph"), p.at("name").text()));
+             return argument;
+           }}};
+      for (const auto& [tag, read] : listed()) {
+        readers[tag] = read;
+        readers[tag + "s"] = list_of(read);
+      }
+      return readers;
+    }();
     return table;
   }
 

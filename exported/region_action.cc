@@ -153,11 +153,9 @@ void check_operands(const std::vector<Argument>& operands, const Function& body,
     const ValueType type = body.values[body.inputs[i]].type;
     const Argument& operand = operands[i];
     const bool is_slot = operand.kind == Argument::Kind::kSlot;
-    const bool fits = is_slot ? outer.values[operand.slot].type == type
-                              : operand.kind == Argument::Kind::kConstant &&
-                                    ((type == ValueType::kInteger && operand.constant.isInt()) ||
-                                     (type == ValueType::kReal && operand.constant.isDouble()) ||
-                                     (type == ValueType::kBoolean && operand.constant.isBool()));
+    const bool fits =
+        is_slot ? outer.values[operand.slot].type == type
+                : operand.kind == Argument::Kind::kConstant && is_of(operand.constant, type);
     if (!fits) arguments.refuse();
   }
 }

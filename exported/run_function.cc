@@ -21,20 +21,6 @@ std::string described(const Node& node) {
   return text + ")";
 }
 
-bool is_of(const c10::IValue& value, ValueType type) {
-  switch (type) {
-    case ValueType::kTensor:
-      return value.isTensor();
-    case ValueType::kInteger:
-      return value.isInt();
-    case ValueType::kReal:
-      return value.isDouble();
-    case ValueType::kBoolean:
-      return value.isBool();
-  }
-  return false;
-}
-
 void put(Frame& frame, const Node& node, Slot slot, c10::IValue value) {
   if (slot == kNoSlot) return;
   const Value& expected = frame.function.values[slot];
@@ -97,6 +83,20 @@ const char* to_string(ValueType type) {
   return "";
 }
 
+bool is_of(const c10::IValue& value, ValueType type) {
+  switch (type) {
+    case ValueType::kTensor:
+      return value.isTensor();
+    case ValueType::kInteger:
+      return value.isInt();
+    case ValueType::kReal:
+      return value.isDouble();
+    case ValueType::kBoolean:
+      return value.isBool();
+  }
+  return false;
+}
+
 void refuse(const std::string& file, const Node& node, const std::string& what,
             const std::string& remedy) {
   core::fail<CheckpointError>("exported program \"", file, "\": ", described(node), " ", what, ". ",
@@ -130,9 +130,9 @@ void bind_actions(const std::string& file, Function& function) {
       bind_actions(file, *body);
       argument.value.function = std::move(body);
     }
-    node.action = number_action(file, node, function);
-    if (node.action == nullptr) node.action = region_action(file, node, function);
-    if (node.action == nullptr) node.action = operator_action(file, node, function);
+    for (const auto find : {number_action, region_action, operator_action}) {
+      if (node.action == nullptr) node.action = find(file, node, function);
+    }
     if (node.action == nullptr) {
       refuse(file, node, "calls what this version cannot load",
              "Only operators of libtorch's dispatcher, and arithmetic on sizes, can be "

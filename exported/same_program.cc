@@ -6,31 +6,25 @@
 
 #include "core/check.h"
 #include "graph/content.h"
+#include "graph/visit.h"
 
 namespace smp::exported {
 namespace {
 
 using graph::Graph;
 using graph::Operator;
-using graph::Value;
 
 /// Without the sizes, and the requirement of a gradient, which follows from its operator.
-bool is_alike(const Value& a, const Value& b) {
+bool is_alike(const graph::Value& a, const graph::Value& b) {
   return a.kind == b.kind && a.name == b.name && a.alias_set == b.alias_set &&
          a.meta.dtype == b.meta.dtype && a.meta.device == b.meta.device &&
          a.meta.sizes.size() == b.meta.sizes.size();
 }
 
-bool is_alike(const graph::Argument& a, const graph::Argument& b) {
-  return a.kind == b.kind && a.values == b.values;
-}
-
 bool is_alike(const Operator& a, const Operator& b) {
   return a.handle == b.handle && a.mode == b.mode && a.results == b.results &&
          a.result_is_argument == b.result_is_argument && a.list_lengths == b.list_lengths &&
-         a.first_result == b.first_result && a.writes == b.writes &&
-         std::equal(a.arguments.begin(), a.arguments.end(), b.arguments.begin(), b.arguments.end(),
-                    [](const auto& x, const auto& y) { return is_alike(x, y); });
+         a.first_result == b.first_result && a.writes == b.writes && graph::same_arguments(a, b);
 }
 
 bool is_alike(const Graph& a, const Graph& b, size_t index) {
@@ -51,10 +45,6 @@ size_t first_difference(const Graph& a, const Graph& b) {
   const size_t count = std::min(a.operators.size(), b.operators.size());
   while (index < count && is_alike(a, b, index)) ++index;
   return index;
-}
-
-std::string shown(const std::vector<int64_t>& sizes) {
-  return c10::str("(", c10::Join(", ", sizes), ")");
 }
 
 void check_constants(const ExportRequest& request, const Graph& first, const Graph& other) {
@@ -80,8 +70,8 @@ void check_same_program(const ExportRequest& request) {
                       first.outputs == other.outputs && first.values.size() == other.values.size();
     SMP_CHECK_WITH(CaptureError, same, "cannot export \"", request.file,
                    "\": it calls other operators for other dynamic sizes: for ",
-                   shown(request.grid.sizes(0)), " ", line_of(first, at), ", and for ",
-                   shown(request.grid.sizes(capture)), " ", line_of(other, at),
+                   request.grid.shown(0), " ", line_of(first, at), ", and for ",
+                   request.grid.shown(capture), " ", line_of(other, at),
                    ". Write a program without branches and loops over these sizes, or leave them "
                    "fixed");
     check_constants(request, first, other);

@@ -136,6 +136,10 @@ std::vector<int64_t> SizeGrid::sizes(size_t capture) const {
   return sizes;
 }
 
+std::string SizeGrid::shown(size_t capture) const {
+  return c10::str("(", c10::Join(", ", sizes(capture)), ")");
+}
+
 SizeFormula SizeGrid::formula(const std::vector<int64_t>& coefficients) const {
   SizeFormula formula;
   for (size_t i = 0; i < coefficients.size(); ++i) {

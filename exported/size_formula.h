@@ -46,6 +46,8 @@ class SizeGrid {
   size_t captures() const;
   /// The dynamic sizes of a capture.
   std::vector<int64_t> sizes(size_t capture) const;
+  /// The same as text: "(2, 16)".
+  std::string shown(size_t capture) const;
 
   /// The formula of a number, of degree 2 at most in each dynamic size; `seen` is by capture.
   /// Nothing where there is none.

@@ -58,6 +58,10 @@ Structure read_node(const core::JsonReader& node) {
   return structure;
 }
 
+std::string text_of_key(const c10::IValue& key) {
+  return key.isString() ? "\"" + key.toStringRef() + "\"" : std::to_string(key.toInt());
+}
+
 std::string described(const Structure& structure) {
   const std::string count = std::to_string(structure.children.size());
   switch (structure.kind) {
@@ -70,8 +74,7 @@ std::string described(const Structure& structure) {
     case StructureKind::kDictionary: {
       std::string keys;
       for (const c10::IValue& key : structure.keys) {
-        keys += (keys.empty() ? "" : ", ") +
-                (key.isString() ? "\"" + key.toStringRef() + "\"" : std::to_string(key.toInt()));
+        keys += (keys.empty() ? "" : ", ") + text_of_key(key);
       }
       return "a dictionary of " + keys;
     }
@@ -87,41 +90,36 @@ std::string described(const Structure& structure) {
                          ". Pass what the program was exported with");
 }
 
-bool all_tensors(const std::vector<c10::IValue>& values) {
-  return std::all_of(values.begin(), values.end(),
-                     [](const c10::IValue& value) { return value.isTensor(); });
-}
-
-c10::IValue make_list(const std::vector<c10::IValue>& values) {
-  const bool tensors = all_tensors(values);
-  c10::impl::GenericList list(tensors ? c10::TypePtr(c10::TensorType::get())
-                                      : c10::TypePtr(c10::AnyType::get()));
-  for (const c10::IValue& value : values) list.push_back(value);
-  return list;
-}
-
-c10::IValue make_dictionary(const std::vector<c10::IValue>& keys,
-                            const std::vector<c10::IValue>& values) {
-  const bool strings = keys.empty() || keys.front().isString();
-  c10::impl::GenericDict dictionary(
-      strings ? c10::TypePtr(c10::StringType::get()) : c10::TypePtr(c10::IntType::get()),
-      all_tensors(values) ? c10::TypePtr(c10::TensorType::get())
-                          : c10::TypePtr(c10::AnyType::get()));
-  for (size_t i = 0; i < keys.size(); ++i) dictionary.insert_or_assign(keys[i], values[i]);
-  return dictionary;
+/// The type of the values of a list or dictionary.
+c10::TypePtr type_of(const std::vector<c10::IValue>& values, bool typed) {
+  const bool tensors = typed && std::all_of(values.begin(), values.end(),
+                                            [](const auto& value) { return value.isTensor(); });
+  return tensors ? c10::TypePtr(c10::TensorType::get()) : c10::TypePtr(c10::AnyType::get());
 }
 
 c10::IValue unflatten_from(const Structure& structure, const std::vector<c10::IValue>& leaves,
-                           size_t& next) {
+                           bool typed, size_t& next) {
   if (structure.kind == StructureKind::kLeaf) return leaves.at(next++);
   std::vector<c10::IValue> children;
   for (const Structure& child : structure.children) {
-    children.push_back(unflatten_from(child, leaves, next));
+    children.push_back(unflatten_from(child, leaves, typed, next));
   }
-  if (structure.kind == StructureKind::kList) return make_list(children);
-  if (structure.kind == StructureKind::kDictionary)
-    return make_dictionary(structure.keys, children);
-  return c10::ivalue::Tuple::create(std::move(children));
+  if (structure.kind == StructureKind::kTuple) {
+    return c10::ivalue::Tuple::create(std::move(children));
+  }
+  const c10::TypePtr type = type_of(children, typed);
+  if (structure.kind == StructureKind::kList) {
+    c10::impl::GenericList list(type);
+    for (const c10::IValue& child : children) list.push_back(child);
+    return list;
+  }
+  const bool strings = structure.keys.empty() || structure.keys.front().isString();
+  c10::impl::GenericDict dictionary(
+      strings ? c10::TypePtr(c10::StringType::get()) : c10::TypePtr(c10::IntType::get()), type);
+  for (size_t i = 0; i < children.size(); ++i) {
+    dictionary.insert_or_assign(structure.keys[i], children[i]);
+  }
+  return dictionary;
 }
 
 void add_child(Structure& structure, const c10::IValue& child, std::vector<c10::IValue>& leaves) {
@@ -190,9 +188,8 @@ void flatten(const Structure& structure, const c10::IValue& value, const std::st
       const c10::IValue& key = structure.keys[i];
       const bool same_keys = *dictionary.keyType() == *key.type();
       if (!same_keys || !dictionary.contains(key)) refuse_structure(structure, value, place);
-      const std::string name =
-          key.isString() ? "\"" + key.toStringRef() + "\"" : std::to_string(key.toInt());
-      flatten(structure.children[i], dictionary.at(key), place + "[" + name + "]", leaves);
+      flatten(structure.children[i], dictionary.at(key), place + "[" + text_of_key(key) + "]",
+              leaves);
     }
     return;
   }
@@ -207,9 +204,10 @@ void flatten(const Structure& structure, const c10::IValue& value, const std::st
   }
 }
 
-c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves) {
+c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves,
+                      bool typed) {
   size_t next = 0;
-  return unflatten_from(structure, leaves, next);
+  return unflatten_from(structure, leaves, typed, next);
 }
 
 Structure structure_of(const c10::IValue& value, std::vector<c10::IValue>& leaves) {

@@ -41,8 +41,9 @@ void flatten(const Structure& structure, const c10::IValue& value, const std::st
              std::vector<Leaf>& leaves);
 
 /// The value of the structure with these leaves. Lists and dictionaries of tensors only have that
-/// type.
-c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves);
+/// type if `typed`; others have values of any.
+c10::IValue unflatten(const Structure& structure, const std::vector<c10::IValue>& leaves,
+                      bool typed = true);
 
 /// The structure of a value; adds its leaves, which are whatever is no tuple, list or dictionary.
 /// Throws `UsageError` for a dictionary with keys other than strings and integers.

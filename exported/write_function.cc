@@ -20,15 +20,7 @@ using graph::kUndefined;
 using graph::Operator;
 using graph::ValueId;
 using Json = nlohmann::json;
-using Kind = WrittenInput::Kind;
-
-Json named_tensor(const std::string& name) { return tagged("as_tensor", {{"name", name}}); }
-
-/// "aten::add_": "add_".
-std::string short_name(const Operator& op) {
-  const std::string& name = op.handle.operator_name().name;
-  return name.substr(name.rfind(':') + 1);
-}
+using Kind = Input::Kind;
 
 std::string target_of(const Operator& op) {
   const auto& name = op.handle.operator_name();
@@ -198,7 +190,7 @@ class FunctionWriter {
   void write_operator(size_t position, WriteScope& scope) {
     const Operator& op = this->op(position);
     if (request_.graph().makes_literal(op)) return;  // an input
-    Json inputs = nodes_.arguments(plan_.operators()[position], scope.place());
+    Json inputs = nodes_.arguments(plan_.operators()[position], scope);
     const std::string name = scope.names().add(short_name(op));
     scope.add(make_node(target_of(op), name, std::move(inputs), results(op, name, scope),
                         nodes_.metadata(op.scope)));

@@ -3,13 +3,13 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <cstddef>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "exported/export_plan.h"
 #include "exported/export_request.h"
+#include "exported/program.h"
 #include "exported/write_values.h"
 #include "graph/graph.h"
 
@@ -17,9 +17,7 @@ namespace smp::exported {
 
 /// An input of a program's function.
 struct WrittenInput {
-  enum class Kind { kParameter, kBuffer, kConstant, kUser };
-
-  Kind kind;
+  Input::Kind kind;
   std::string name;                          ///< in the program
   std::string target;                        ///< dotted path, or name of a constant
   graph::ValueId value = graph::kUndefined;  ///< that operators read; none for one not used

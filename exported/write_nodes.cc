@@ -4,12 +4,14 @@
 #include <ATen/core/jit_type.h>
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include "core/check.h"
 #include "exported/enumerations.h"
+#include "exported/export_plan.h"
+#include "exported/write_scope.h"
 #include "exported/write_values.h"
+#include "graph/content.h"
 #include "graph/graph.h"
 #include "graph/operator_traits.h"
 
@@ -22,11 +24,6 @@ using ArgumentKind = graph::Argument::Kind;
 
 constexpr int kPositional = 1;
 constexpr int kByName = 2;
-
-c10::TypePtr without_optional(c10::TypePtr type) {
-  if (type->kind() != TypeKind::OptionalType) return type;
-  return type->expectRef<c10::OptionalType>().getElementType();
-}
 
 bool is_integer(const c10::Type& type) {
   return type.kind() == TypeKind::IntType || type.kind() == TypeKind::SymIntType;
@@ -98,10 +95,6 @@ bool is_same(const c10::IValue& a, const c10::IValue& b) {
   return a.tagKind() == b.tagKind() && graph::constant_to_string(a) == graph::constant_to_string(b);
 }
 
-std::string shown_sizes(const at::IntArrayRef sizes) {
-  return c10::str("(", c10::Join(", ", sizes), ")");
-}
-
 }  // namespace
 
 Json make_node(const std::string& target, const std::string& name, Json inputs, Json outputs,
@@ -120,16 +113,9 @@ Json positional(const std::string& name, Json value) {
 
 NodeWriter::NodeWriter(const ExportRequest& request) : request_(request) {}
 
-void NodeWriter::refuse(size_t index, const std::string& what, const std::string& remedy) const {
-  const graph::Operator& op = request_.graph().operators[index];
-  core::fail<CaptureError>("cannot export \"", request_.file, "\": operator ", op.name(),
-                           op.scope.empty() ? "" : ", in module \"" + op.scope + "\",", " ", what,
-                           ". ", remedy);
-}
-
 /// The arguments by position up to the last argument that is not its default; those before it
 /// cannot be left out.
-Json NodeWriter::arguments(size_t index, const Place& place) {
+Json NodeWriter::arguments(size_t index, WriteScope& scope) {
   const graph::Operator& op = request_.graph().operators[index];
   const auto& schema = op.handle.schema().arguments();
   const c10::IValue dtype = explicit_dtype(op);
@@ -142,9 +128,9 @@ Json NodeWriter::arguments(size_t index, const Place& place) {
     const bool by_name = schema[i].kwarg_only();
     const bool is_dtype = schema[i].name() == "dtype" && !dtype.isNone();
     if (by_name ? is_default(index, i) && !is_dtype : i >= end) continue;
-    Json value = op.arguments[i].kind != ArgumentKind::kConstant ? tensors(op.arguments[i], place)
-                 : is_dtype ? write_argument(*without_optional(schema[i].real_type()), dtype)
-                            : constant(index, i, place);
+    Json value = op.arguments[i].kind != ArgumentKind::kConstant ? tensors(op.arguments[i], scope)
+                 : is_dtype ? write_argument(*graph::without_optional(schema[i].real_type()), dtype)
+                            : constant(index, i, scope);
     inputs.push_back({{"name", schema[i].name()},
                       {"arg", std::move(value)},
                       {"kind", by_name ? kByName : kPositional}});
@@ -153,8 +139,15 @@ Json NodeWriter::arguments(size_t index, const Place& place) {
   return inputs;
 }
 
-Json NodeWriter::tensors(const graph::Argument& argument, const Place& place) const {
-  const auto named = [&](graph::ValueId id) { return Json{{"name", place.tensor(id)}}; };
+/// The number that libtorch wrapped into the argument's tensor; none for another argument.
+c10::IValue NodeWriter::wrapped_number_in(const graph::Argument& argument) const {
+  if (argument.kind != ArgumentKind::kTensor || argument.values[0] == graph::kUndefined) return {};
+  const at::Tensor& content = request_.graph().values[argument.values[0]].content;
+  return graph::is_wrapped_number(content) ? c10::IValue(content.item()) : c10::IValue();
+}
+
+Json NodeWriter::tensors(const graph::Argument& argument, WriteScope& scope) const {
+  const auto named = [&](graph::ValueId id) { return Json{{"name", scope.tensor(id)}}; };
   const auto optional = [&](graph::ValueId id) {
     return id == graph::kUndefined ? write_constant({}) : tagged("as_tensor", named(id));
   };
@@ -164,7 +157,9 @@ Json NodeWriter::tensors(const graph::Argument& argument, const Place& place) co
     case ArgumentKind::kOptionalTensorList:
       return tagged("as_optional_tensors", list_of(argument.values, optional));
     default:
-      return optional(argument.values[0]);
+      const c10::IValue number = wrapped_number_in(argument);
+      return number.isNone() ? optional(argument.values[0])
+                             : write_argument(*c10::NumberType::get(), number);
   }
 }
 
@@ -193,7 +188,7 @@ c10::IValue NodeWriter::explicit_dtype(const graph::Operator& op) const {
   return {};
 }
 
-Json NodeWriter::constant(size_t index, size_t argument, const Place& place) const {
+Json NodeWriter::constant(size_t index, size_t argument, WriteScope& scope) const {
   const auto& schema = request_.graph().operators[index].handle.schema().arguments()[argument];
   std::vector<c10::IValue> seen;
   for (const auto& graph : request_.graphs) {
@@ -202,7 +197,7 @@ Json NodeWriter::constant(size_t index, size_t argument, const Place& place) con
   const auto all = [&](const auto& test) { return std::all_of(seen.begin(), seen.end(), test); };
   const std::string what = "argument \"" + schema.name() + "\"";
   if (all([&](const c10::IValue& value) { return is_same(value, seen[0]); })) {
-    Json json = write_argument(*without_optional(schema.real_type()), seen[0]);
+    Json json = write_argument(*graph::without_optional(schema.real_type()), seen[0]);
     SMP_INTERNAL_ASSERT(!json.is_null(), what, " of operator ",
                         request_.graph().operators[index].name(), " has type ",
                         schema.type()->str());
@@ -213,7 +208,7 @@ Json NodeWriter::constant(size_t index, size_t argument, const Place& place) con
         formula(numbers, "operator " + request_.graph().operators[index].name() + " has an " +
                              what + " that");
     if (const auto constant = size.constant()) return tagged("as_int", *constant);
-    return tagged("as_name", place.number(size));
+    return tagged("as_name", scope.number(size));
   };
   if (all([](const c10::IValue& value) { return value.isInt(); })) {
     std::vector<int64_t> numbers;
@@ -224,7 +219,7 @@ Json NodeWriter::constant(size_t index, size_t argument, const Place& place) con
     return value.isIntList() && value.toIntVector().size() == seen[0].toIntVector().size();
   });
   if (!are_lists) {
-    refuse(index,
+    refuse(request_.file, request_.graph().operators[index],
            "has an " + what + " that differs with the dynamic sizes, and is no size: " +
                graph::constant_to_string(seen[0]) + " and " +
                graph::constant_to_string(seen.back()),
@@ -244,8 +239,8 @@ SizeFormula NodeWriter::formula(const std::vector<int64_t>& seen, const std::str
   if (!found) {
     const size_t last = seen.size() - 1;
     core::fail<CaptureError>("cannot export \"", request_.file, "\": ", what, " is ", seen[0],
-                             " for dynamic sizes ", shown_sizes(request_.grid.sizes(0)), " and ",
-                             seen[last], " for ", shown_sizes(request_.grid.sizes(last)),
+                             " for dynamic sizes ", request_.grid.shown(0), " and ", seen[last],
+                             " for ", request_.grid.shown(last),
                              ", which is no sum of products of them. Leave one of the sizes fixed, "
                              "or write that part of "
                              "the model without dividing sizes");
@@ -291,13 +286,15 @@ Json NodeWriter::metadata(const std::string& scope) const {
 void NodeWriter::note_number(size_t index, size_t argument) {
   const graph::Operator& op = request_.graph().operators[index];
   const graph::Argument& given = op.arguments[argument];
-  const bool is_number = given.kind == ArgumentKind::kConstant && !given.constant.isNone() &&
-                         graph::is_patchable(op.handle.schema(), argument);
-  if (!is_number || is_default(index, argument)) return;
+  c10::IValue number = wrapped_number_in(given);
+  if (graph::is_patchable(op.handle.schema(), argument) && !is_default(index, argument)) {
+    number = given.constant;
+  }
+  if (number.isNone()) return;
   numbers_.push_back((op.scope.empty() ? "" : op.scope + ": ") + op.name() + "(" +
                      op.handle.schema().arguments()[argument].name() + "=" +
-                     (given.constant.isDouble() ? write_real(given.constant.toDouble()).dump()
-                                                : graph::constant_to_string(given.constant)) +
+                     (number.isDouble() ? write_real(number.toDouble()).dump()
+                                        : graph::constant_to_string(number)) +
                      ")");
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -12,22 +11,18 @@
 
 namespace smp::exported {
 
+class WriteScope;
+
 /// Writes operators of captured graphs as nodes of a program.
 class NodeWriter {
  public:
-  /// Where a node stands: the names by which it reads values.
-  struct Place {
-    std::function<std::string(graph::ValueId)> tensor;
-    std::function<std::string(const SizeFormula&)> number;  ///< number of a size that is not
-                                                            ///< constant
-  };
-
   /// `request` outlives it.
   explicit NodeWriter(const ExportRequest& request);
 
-  /// The arguments of the graph's `index`-th operator. Throws `CaptureError` where one cannot be
-  /// written, or differs with dynamic sizes in another way than a size does.
-  nlohmann::json arguments(size_t index, const Place& place);
+  /// The arguments of the graph's `index`-th operator, which stands in `scope`. Throws
+  /// `CaptureError` where one cannot be written, or differs with dynamic sizes in another way than
+  /// a size does.
+  nlohmann::json arguments(size_t index, WriteScope& scope);
 
   /// The program's entry for a value.
   nlohmann::json meta(graph::ValueId value) const;
@@ -39,13 +34,13 @@ class NodeWriter {
   const std::vector<std::string>& numbers() const { return numbers_; }
 
  private:
-  nlohmann::json tensors(const graph::Argument& argument, const Place& place) const;
-  nlohmann::json constant(size_t index, size_t argument, const Place& place) const;
+  nlohmann::json tensors(const graph::Argument& argument, WriteScope& scope) const;
+  nlohmann::json constant(size_t index, size_t argument, WriteScope& scope) const;
+  c10::IValue wrapped_number_in(const graph::Argument& argument) const;
   bool is_default(size_t index, size_t argument) const;
   c10::IValue explicit_dtype(const graph::Operator& op) const;
   SizeFormula formula(const std::vector<int64_t>& seen, const std::string& what) const;
   void note_number(size_t index, size_t argument);
-  [[noreturn]] void refuse(size_t index, const std::string& what, const std::string& remedy) const;
 
   const ExportRequest& request_;
   std::vector<std::string> numbers_;

@@ -43,8 +43,8 @@ Json write_model(const ExportRequest& request, const std::vector<WrittenInput>& 
 }
 
 /// Under names that Python can read; notes those that are others.
-std::vector<StoredAs> weights_of(const ExportRequest& request, ExportReport& report) {
-  std::vector<StoredAs> weights;
+std::vector<ExportRequest::Tensor> weights_of(const ExportRequest& request, ExportReport& report) {
+  std::vector<ExportRequest::Tensor> weights;
   std::set<std::string> names;
   for (const auto& [name, is_parameter, tensor] : request.tensors) {
     const std::string written = python_path(name);
@@ -59,25 +59,17 @@ std::vector<StoredAs> weights_of(const ExportRequest& request, ExportReport& rep
   return weights;
 }
 
-std::vector<StoredAs> constants_of(const ExportRequest& request,
-                                   const std::vector<WrittenInput>& inputs) {
-  std::vector<StoredAs> constants;
+std::vector<ExportRequest::Tensor> constants_of(const ExportRequest& request,
+                                                const std::vector<WrittenInput>& inputs,
+                                                ExportReport& report) {
+  std::vector<ExportRequest::Tensor> constants;
   for (const WrittenInput& input : inputs) {
-    if (input.kind != WrittenInput::Kind::kConstant) continue;
-    constants.push_back({input.target, false, request.graph().values[input.value].content});
+    if (input.kind != Input::Kind::kConstant) continue;
+    const graph::Value& value = request.graph().values[input.value];
+    report.constants.push_back(input.target + " " + value.meta.to_string());
+    constants.push_back({input.target, false, value.content});
   }
   return constants;
-}
-
-/// "lifted_tensor_0 f32[3]".
-std::vector<std::string> described(const ExportRequest& request,
-                                   const std::vector<WrittenInput>& inputs) {
-  std::vector<std::string> lines;
-  for (const WrittenInput& input : inputs) {
-    if (input.kind != WrittenInput::Kind::kConstant) continue;
-    lines.push_back(input.target + " " + request.graph().values[input.value].meta.to_string());
-  }
-  return lines;
 }
 
 }  // namespace
@@ -89,11 +81,10 @@ ExportReport write_program(const ExportRequest& request, const std::string& path
   const auto inputs = inputs_of(request, plan, names);
   ExportReport report;
   WrittenFunction function = write_function(request, plan, inputs, names, report);
-  report.constants = described(request, inputs);
   const auto weights = weights_of(request, report);
   ArchiveWriter archive(path);
   write_tensors(archive, "weights", weights);
-  write_tensors(archive, "constants", constants_of(request, inputs));
+  write_tensors(archive, "constants", constants_of(request, inputs, report));
   archive.add("models/model.json", write_model(request, inputs, std::move(function)).dump());
   write_sample_inputs(archive, request.arguments);
   archive.add_format();

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "exported/structure.h"
 #include "exported/write_tensors.h"
 
 namespace smp::exported {
@@ -17,27 +18,12 @@ namespace {
 /// A copy with tensors of their own memory, and lists and dictionaries of no type, which Python
 /// reads as its own.
 c10::IValue plain_copy(const c10::IValue& value) {
-  if (value.isTensor()) return value.toTensor().detach().clone();
-  if (value.isTuple()) {
-    std::vector<c10::IValue> elements;
-    for (const c10::IValue& element : value.toTupleRef().elements()) {
-      elements.push_back(plain_copy(element));
-    }
-    return c10::ivalue::Tuple::create(std::move(elements));
+  std::vector<c10::IValue> leaves;
+  const Structure structure = structure_of(value, leaves);
+  for (c10::IValue& leaf : leaves) {
+    if (leaf.isTensor()) leaf = leaf.toTensor().detach().clone();
   }
-  if (value.isList()) {
-    c10::impl::GenericList list(c10::AnyType::get());
-    for (const c10::IValue& element : value.toListRef()) list.push_back(plain_copy(element));
-    return list;
-  }
-  if (value.isGenericDict()) {
-    c10::impl::GenericDict dict(value.toGenericDict().keyType(), c10::AnyType::get());
-    for (const auto& entry : value.toGenericDict()) {
-      dict.insert(entry.key(), plain_copy(entry.value()));
-    }
-    return dict;
-  }
-  return value;
+  return unflatten(structure, leaves, /*typed=*/false);
 }
 
 /// The value in the form of torch.save. `torch::pickle_save` names the types of lists and

@@ -12,7 +12,6 @@ namespace {
 using graph::ValueId;
 using Json = nlohmann::json;
 
-Json tensor_argument(const std::string& name) { return tagged("as_tensor", {{"name", name}}); }
 Json named_number(const std::string& name) { return tagged("as_sym_int", {{"as_name", name}}); }
 
 SizeFormula times_one(const std::vector<int>& exponents) { return {{{exponents, 1}}}; }
@@ -47,8 +46,8 @@ std::string WriteScope::tensor(ValueId value) {
                       "\" is read before it is made");
   const std::string name = outer_->tensor(first);
   define(first, name);
-  add_input(tensor_argument(name));
-  operands_.push_back(tensor_argument(name));
+  add_input(named_tensor(name));
+  operands_.push_back(named_tensor(name));
   return name;
 }
 
@@ -61,11 +60,6 @@ std::string WriteScope::number(const SizeFormula& size) {
   add_input(named_number(name));
   operands_.push_back(named_number(name));
   return name;
-}
-
-NodeWriter::Place WriteScope::place() {
-  return {[this](ValueId value) { return tensor(value); },
-          [this](const SizeFormula& size) { return number(size); }};
 }
 
 void WriteScope::define_number(const SizeFormula& size, const std::string& name) {
@@ -107,7 +101,7 @@ std::string WriteScope::sized_axis(size_t dynamic_size) {
   std::vector<int> exponents(request_.sizes.size(), 0);
   exponents[dynamic_size] = 1;
   add(make_node("torch.ops.aten.sym_size.int", name,
-                Json::array({positional("self", tensor_argument(input)),
+                Json::array({positional("self", named_tensor(input)),
                              positional("dim", tagged("as_int", axis->axis))}),
                 Json::array({named_number(name)}), Json::object()));
   define_number(times_one(exponents), name);

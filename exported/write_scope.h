@@ -38,7 +38,6 @@ class WriteScope {
   /// The name of a number that follows from the dynamic sizes.
   std::string number(const SizeFormula& size);
 
-  NodeWriter::Place place();
   Names& names() { return names_; }
   size_t size() const { return nodes_.size(); }
 

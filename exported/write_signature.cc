@@ -11,7 +11,7 @@ namespace smp::exported {
 namespace {
 
 using Json = nlohmann::json;
-using Kind = WrittenInput::Kind;
+using Kind = Input::Kind;
 
 Json input_spec(const WrittenInput& input) {
   const Json name = {{"name", input.name}};

@@ -20,7 +20,7 @@ at::Tensor storage_bytes(const at::Tensor& tensor) {
 }
 
 void write_tensors(ArchiveWriter& archive, const std::string& kind,
-                   const std::vector<StoredAs>& tensors) {
+                   const std::vector<ExportRequest::Tensor>& tensors) {
   const std::string folder = "data/" + kind + "/";
   std::map<const c10::StorageImpl*, std::string> records;
   auto config = nlohmann::json::object();

@@ -7,20 +7,14 @@
 #include <vector>
 
 #include "exported/archive_writer.h"
+#include "exported/export_request.h"
 
 namespace smp::exported {
-
-/// A tensor to be stored.
-struct StoredAs {
-  std::string name;
-  bool is_parameter;
-  at::Tensor tensor;
-};
 
 /// Writes tensors as raw bytes: those that share a storage share one record. `kind` is "weights" or
 /// "constants".
 void write_tensors(ArchiveWriter& archive, const std::string& kind,
-                   const std::vector<StoredAs>& tensors);
+                   const std::vector<ExportRequest::Tensor>& tensors);
 
 /// The bytes of a tensor's storage, on the CPU.
 at::Tensor storage_bytes(const at::Tensor& tensor);

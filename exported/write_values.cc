@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cctype>
 #include <cmath>
-#include <optional>
 #include <set>
 #include <utility>
 
@@ -22,6 +21,8 @@ Json tagged(const char* tag, Json value) {
   json[tag] = std::move(value);
   return json;
 }
+
+Json named_tensor(const std::string& name) { return tagged("as_tensor", {{"name", name}}); }
 
 Json write_real(double value) {
   if (std::isnan(value)) return "NaN";

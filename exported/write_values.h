@@ -19,6 +19,9 @@ namespace smp::exported {
 /// A member of a tagged union: {"as_int": 3}.
 nlohmann::json tagged(const char* tag, nlohmann::json value);
 
+/// A tensor as an argument or result of a node.
+nlohmann::json named_tensor(const std::string& name);
+
 /// A number, none, a string or a boolean, as an argument: {"as_int": 3}. Null for another value.
 nlohmann::json write_constant(const c10::IValue& value);
 

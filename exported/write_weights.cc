@@ -5,17 +5,10 @@
 #include <c10/core/Storage.h>
 #include <caffe2/serialize/inline_container.h>
 
-#include <nlohmann/json.hpp>
-#include <tuple>
-#include <utility>
-#include <vector>
-
-#include "checkpoint/untrusted_json.h"
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/archive_writer.h"
 #include "exported/loaded_program.h"
-#include "exported/program_json.h"
 
 namespace smp::exported {
 namespace {
@@ -41,28 +34,6 @@ void assign(const LoadedProgram& program, const std::map<std::string, at::Tensor
   }
 }
 
-/// The memory of a program's tensors, by the records that hold it in the archive.
-std::map<std::string, c10::Storage> storages_of(const LoadedProgram& program,
-                                                PyTorchStreamReader& reader) {
-  std::map<std::string, at::Tensor> tensors;
-  for (const ModelTensor& own : program.tensors()) tensors[own.name] = own.tensor;
-  std::map<std::string, c10::Storage> storages;
-  for (const std::string kind : {"weights", "constants"}) {
-    const std::string folder = "data/" + kind + "/";
-    const std::string name = folder + "model_" + kind + "_config.json";
-    const auto [data, size] = reader.getRecord(name);
-    const std::string text(static_cast<const char*>(data.get()), size);
-    const nlohmann::json json = checkpoint::parse_untrusted(text);
-    for (const auto& [tensor, entry] :
-         program_json(json, program.program().file).at("config").members()) {
-      const auto found = tensors.find(tensor);
-      if (found == tensors.end()) continue;
-      storages[folder + entry.at("path_name").text()] = found->second.storage();
-    }
-  }
-  return storages;
-}
-
 /// The writer makes these itself.
 bool is_of_writer(const std::string& record) {
   return record.rfind(".data/", 0) == 0 || record == "byteorder" || record == "version";
@@ -75,7 +46,8 @@ void write_weights(const std::string& from, const std::map<std::string, at::Tens
   const LoadedProgram program(from);
   assign(program, state);
   PyTorchStreamReader reader(from);
-  const auto storages = storages_of(program, reader);
+  std::map<std::string, c10::Storage> storages;
+  for (const ModelTensor& own : program.tensors()) storages[own.record] = own.tensor.storage();
   ArchiveWriter writer(to, reader.version());
   for (const std::string& record : reader.getAllRecords()) {
     if (is_of_writer(record)) continue;

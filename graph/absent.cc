@@ -11,7 +11,6 @@
 #include <optional>
 #include <unordered_set>
 #include <utility>
-#include <vector>
 
 #include "core/check.h"
 #include "graph/below_autograd.h"
@@ -69,10 +68,7 @@ void set_mark(const at::Tensor& tensor, MarkPtr mark) {
 }
 
 at::Tensor make(const TensorMeta& meta, MarkPtr mark, c10::Storage storage) {
-  const auto key = c10::computeDispatchKey(meta.dtype, std::nullopt, meta.device);
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(meta.dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides);
+  const at::Tensor tensor = tensor_on(std::move(storage), meta);
   set_mark(tensor, std::move(mark));
   return tensor;
 }
@@ -180,8 +176,8 @@ class Call {
     }
     if (op_.hasTag(at::Tag::pointwise)) return;
     for (const at::Tensor& tensor : tensors_in(arguments_, arguments_.size())) {
-      const bool is_number = tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
-      if (tensor.defined() && !is_absent(tensor) && !is_number) refuse(first_);
+      const bool is_own = tensor.defined() && !is_absent(tensor);
+      if (is_own && !is_wrapped_number(tensor)) refuse(first_);
     }
   }
 
@@ -318,6 +314,8 @@ void become_present(const at::Tensor& tensor) {
   tensor.unsafeGetTensorImpl()->set_backend_meta(nullptr);
 }
 
-bool is_absent(const at::Tensor& tensor) { return is_seen(tensor); }
+bool is_absent(const at::Tensor& tensor) {
+  return is_seen(tensor) && dynamic_cast<const Mark*>(mark_of(tensor).get()) != nullptr;
+}
 
 }  // namespace smp::graph

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/autocast.h"
 
-#include <ATen/autocast_mode.h>
-
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -11,6 +9,7 @@
 
 #include "graph/devices.h"
 #include "graph/leaf.h"
+#include "graph/operator_traits.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -38,19 +37,10 @@ std::vector<int> program_order(const Graph& graph) {
   return order;
 }
 
-bool has_autocast(const Operator& op, at::DeviceType type) {
-  return op.handle.hasKernelForDispatchKey(
-      at::autocast::get_autocast_dispatch_key_from_device_type(type));
-}
-
-/// Whether the autocast under which the operator runs has something to say about it, or about one
-/// that it is made of.
+/// Whether the autocast under which the operator runs has something to say about it.
 bool may_cast(const Operator& op) {
-  const bool is_made_of_others =
-      op.handle.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-  return (op.mode.autocast_cpu && (is_made_of_others || has_autocast(op, at::kCPU))) ||
-         (op.mode.autocast_accelerator &&
-          (is_made_of_others || has_autocast(op, accelerator_type())));
+  return (op.mode.autocast_cpu && concerns_autocast(op.handle, at::kCPU)) ||
+         (op.mode.autocast_accelerator && concerns_autocast(op.handle, accelerator_type()));
 }
 
 /// Whether the operator leaves alone what autocast has cast. Those of others may cast arguments

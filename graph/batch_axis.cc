@@ -20,13 +20,6 @@ std::string describe(const Graph& graph, size_t index) {
                   op.scope.empty() ? "" : ", in module \"" + op.scope + "\"", ")");
 }
 
-bool same_arguments(const Operator& a, const Operator& b) {
-  return std::equal(a.arguments.begin(), a.arguments.end(), b.arguments.begin(), b.arguments.end(),
-                    [](const Argument& x, const Argument& y) {
-                      return x.kind == y.kind && x.values == y.values;
-                    });
-}
-
 /// Where two captures of one function part; empty: they have the same operators on the same values.
 std::string first_difference(const Graph& one, const Graph& many) {
   const size_t both = std::min(one.operators.size(), many.operators.size());
@@ -45,31 +38,21 @@ std::string first_difference(const Graph& one, const Graph& many) {
                     one.operators.size());
   }
   const bool same_ends =
-      one.inputs == many.inputs && one.outputs == many.outputs &&
-      std::equal(one.roots.begin(), one.roots.end(), many.roots.begin(), many.roots.end(),
-                 [](const BackwardRoot& a, const BackwardRoot& b) {
-                   return a.value == b.value && a.gradient == b.gradient && a.mode == b.mode;
-                 });
+      one.inputs == many.inputs && one.outputs == many.outputs && one.roots == many.roots;
   return same_ends ? "" : "it returns or differentiates other tensors";
 }
 
+/// True if the values are alike, with their memory where an operator writes some.
 bool same_values(const Graph& one, const Graph& many) {
+  const bool writes = std::any_of(one.operators.begin(), one.operators.end(),
+                                  [](const Operator& op) { return !op.writes.empty(); });
   return std::equal(one.values.begin(), one.values.end(), many.values.begin(), many.values.end(),
-                    [](const Value& a, const Value& b) {
+                    [&](const Value& a, const Value& b) {
                       return a.kind == b.kind && a.name == b.name && a.producer == b.producer &&
                              a.meta.dtype == b.meta.dtype &&
-                             a.meta.requires_grad == b.meta.requires_grad;
+                             a.meta.requires_grad == b.meta.requires_grad &&
+                             (!writes || a.alias_set == b.alias_set);
                     });
-}
-
-bool writes(const Graph& graph) {
-  return std::any_of(graph.operators.begin(), graph.operators.end(),
-                     [](const Operator& op) { return !op.writes.empty(); });
-}
-
-bool same_storages(const Graph& one, const Graph& many) {
-  return std::equal(one.values.begin(), one.values.end(), many.values.begin(), many.values.end(),
-                    [](const Value& a, const Value& b) { return a.alias_set == b.alias_set; });
 }
 
 class Finder {
@@ -96,7 +79,7 @@ class Finder {
                                  " times the samples the function takes another "
                                  "way: ",
                                  difference);
-    } else if (!same_values(one_, many_) || (writes(one_) && !same_storages(one_, many_))) {
+    } else if (!same_values(one_, many_)) {
       result_.refusal = c10::str("on ", factor_,
                                  " times the samples its tensors are of other kinds "
                                  "or share memory in another way");

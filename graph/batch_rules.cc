@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <map>
 #include <numeric>
 #include <set>
 
@@ -77,6 +76,8 @@ bool avoids_axis(const BatchedCall& call, ValueId self, const char* argument) {
 bool works_along(const BatchedCall& call, const char* argument) {
   return only_first_is_batched(call) && avoids_axis(call, call.tensors()[0], argument);
 }
+
+bool works_along_dim(const BatchedCall& call) { return works_along(call, "dim"); }
 
 /// All tensors are batched along one axis, which is not that of the argument `dim`.
 bool joins(const BatchedCall& call) {
@@ -234,92 +235,9 @@ const Names& elementwise_names() {
   return names;
 }
 
-/// Permutations of dimensions, which take the batch along.
-const Names& rearranging_names() {
-  static const Names names = {"alias",    "movedim", "permute",   "squeeze",  "swapaxes",
-                              "swapdims", "t",       "transpose", "unsqueeze"};
-  return names;
-}
-
 const Names& reshaping_names() {
   static const Names names = {"_unsafe_view", "flatten", "reshape", "reshape_as",
                               "unflatten",    "view",    "view_as"};
-  return names;
-}
-
-/// Operators whose argument `dim` names the dimensions that they work along or take apart.
-const Names& along_dim_names() {
-  static const Names names = {"all.dim",
-                              "amax",
-                              "amin",
-                              "any.dim",
-                              "argmax",
-                              "argmin",
-                              "chunk",
-                              "cumprod",
-                              "cumsum",
-                              "glu",
-                              "index_select",
-                              "linalg_vector_norm",
-                              "log_softmax.int",
-                              "logcumsumexp",
-                              "logsumexp",
-                              "max.dim",
-                              "mean.dim",
-                              "min.dim",
-                              "narrow",
-                              "norm.ScalarOpt_dim",
-                              "norm.ScalarOpt_dim_dtype",
-                              "prod.dim_int",
-                              "repeat_interleave.self_int",
-                              "select.int",
-                              "slice.Tensor",
-                              "softmax.int",
-                              "sort",
-                              "sort.stable",
-                              "split.sizes",
-                              "split.Tensor",
-                              "split_with_sizes",
-                              "std.correction",
-                              "std.dim",
-                              "sum.dim_IntList",
-                              "topk",
-                              "unbind.int",
-                              "unsafe_chunk",
-                              "unsafe_split.Tensor",
-                              "var.correction",
-                              "var.dim"};
-  return names;
-}
-
-/// How many of the last dimensions they work on.
-const std::map<std::string, int>& last_dims() {
-  static const std::map<std::string, int> names = {{"adaptive_avg_pool1d", 1},
-                                                   {"adaptive_avg_pool2d", 2},
-                                                   {"adaptive_avg_pool3d", 3},
-                                                   {"adaptive_max_pool1d", 1},
-                                                   {"adaptive_max_pool2d", 2},
-                                                   {"adaptive_max_pool3d", 3},
-                                                   {"avg_pool1d", 1},
-                                                   {"avg_pool2d", 2},
-                                                   {"avg_pool3d", 3},
-                                                   {"max_pool1d", 1},
-                                                   {"max_pool2d", 2},
-                                                   {"max_pool3d", 3},
-                                                   {"max_pool1d_with_indices", 1},
-                                                   {"max_pool2d_with_indices", 2},
-                                                   {"max_pool3d_with_indices", 3},
-                                                   {"pixel_shuffle", 3},
-                                                   {"pixel_unshuffle", 3},
-                                                   {"tril", 2},
-                                                   {"triu", 2},
-                                                   {"upsample_bicubic2d", 2},
-                                                   {"upsample_bilinear2d", 2},
-                                                   {"upsample_linear1d", 1},
-                                                   {"upsample_nearest1d", 1},
-                                                   {"upsample_nearest2d", 2},
-                                                   {"upsample_nearest3d", 3},
-                                                   {"upsample_trilinear3d", 3}};
   return names;
 }
 
@@ -330,66 +248,77 @@ bool is_factory(const std::string& base) {
   return names.count(base) > 0;
 }
 
-using Rule = bool (*)(const BatchedCall&);
+struct NamedRule {
+  bool (*rule)(const BatchedCall&);
+  Names names;                ///< without "aten::"; one with its overload stands for that alone
+  bool all_overloads = true;  ///< whether one without an overload stands for all
+};
 
-const std::map<std::string, Rule>& special_rules() {
-  static const std::map<std::string, Rule> rules = {
-      {"addmm", [](const BatchedCall& c) { return multiplies(c, "mat1", "mat2"); }},
-      {"baddbmm", [](const BatchedCall& c) { return multiplies(c, "batch1", "batch2"); }},
-      {"batch_norm",
-       [](const BatchedCall& c) { return !c.is_set("training") && is_first_axis(c); }},
-      {"bmm", [](const BatchedCall& c) { return multiplies(c, "self", "mat2"); }},
-      {"cat", joins},
-      {"concat", joins},
-      {"constant_pad_nd", pads},
-      {"conv1d", convolves},
-      {"conv2d", convolves},
-      {"conv3d", convolves},
-      {"conv_transpose1d", convolves},
-      {"conv_transpose2d", convolves},
-      {"conv_transpose3d", convolves},
-      {"convolution", convolves},
-      {"embedding", looks_up},
-      {"feature_dropout", is_first_axis},
-      {"flip", [](const BatchedCall& c) { return works_along(c, "dims"); }},
-      {"gather", joins},
-      {"group_norm", is_first_axis},
-      {"gru.input", recurs},
-      {"im2col",
-       [](const BatchedCall& c) { return is_first_axis(c) && c.dim(c.tensors()[0]) == 4; }},
-      {"layer_norm", normalizes_layer},
-      {"linear", [](const BatchedCall& c) { return leads(c, 1); }},
-      {"lstm.input", recurs},
-      {"matmul", [](const BatchedCall& c) { return multiplies(c, "self", "other"); }},
-      {"max.other", is_elementwise},
-      {"min.other", is_elementwise},
-      {"mm", [](const BatchedCall& c) { return multiplies(c, "self", "mat2"); }},
-      {"pad", pads},
-      {"prelu", is_prelu},
-      {"reflection_pad1d", pads},
-      {"reflection_pad2d", pads},
-      {"reflection_pad3d", pads},
-      {"repeat", repeats},
-      {"replication_pad1d", pads},
-      {"replication_pad2d", pads},
-      {"replication_pad3d", pads},
-      {"rms_norm", normalizes_layer},
-      {"rnn_relu.input", recurs},
-      {"rnn_tanh.input", recurs},
-      {"roll", [](const BatchedCall& c) { return works_along(c, "dims"); }},
-      {"scaled_dot_product_attention", attends},
-      {"stack", stacks},
-      {"smp::tp_all_gather", exchanges},
-      {"smp::tp_all_to_all", exchanges},
-      {"smp::tp_copy", only_first_is_batched},
-      {"smp::tp_dropout", is_elementwise},
-      {"smp::tp_embedding", looks_up},
-      {"smp::tp_gather", exchanges},
-      {"smp::tp_gathered_linear", [](const BatchedCall& c) { return leads(c, 1) && exchanges(c); }},
-      {"smp::tp_reduce", only_first_is_batched},
-      {"smp::tp_reduce_scatter", exchanges},
-      {"smp::tp_scatter", exchanges},
-      {"unfold", [](const BatchedCall& c) { return works_along(c, "dimension"); }}};
+const std::vector<NamedRule>& rules() {
+  static const std::vector<NamedRule> rules = {
+      {is_elementwise, elementwise_names()},
+      {is_elementwise, {"max.other", "min.other", "smp::tp_dropout"}},
+      // Permutations of dimensions take the batch along.
+      {only_first_is_batched,
+       {"alias", "movedim", "permute", "squeeze", "swapaxes", "swapdims", "t", "transpose",
+        "unsqueeze", "smp::tp_copy", "smp::tp_reduce"}},
+      {reshapes, reshaping_names()},
+      // Reductions over the dimensions that the argument names, and what takes these apart.
+      {works_along_dim,
+       {"all.dim", "any.dim", "max.dim", "mean.dim", "min.dim", "norm.ScalarOpt_dim",
+        "norm.ScalarOpt_dim_dtype", "prod.dim_int", "std.correction", "std.dim", "sum.dim_IntList",
+        "var.correction", "var.dim"}},
+      {works_along_dim,
+       {"log_softmax.int", "repeat_interleave.self_int", "select.int", "slice.Tensor",
+        "softmax.int", "sort.stable", "split.sizes", "split.Tensor", "unbind.int",
+        "unsafe_split.Tensor"}},
+      {works_along_dim,
+       {"amax", "amin", "argmax", "argmin", "chunk", "cumprod", "cumsum", "glu", "index_select",
+        "linalg_vector_norm", "logcumsumexp", "logsumexp", "narrow", "sort", "split_with_sizes",
+        "topk", "unsafe_chunk"},
+       /*all_overloads=*/false},
+      // Works on so many of the last dimensions.
+      {[](const BatchedCall& c) { return leads(c, 1); },
+       {"adaptive_avg_pool1d", "adaptive_max_pool1d", "avg_pool1d", "max_pool1d",
+        "max_pool1d_with_indices", "upsample_linear1d", "upsample_nearest1d", "linear"}},
+      {[](const BatchedCall& c) { return leads(c, 2); },
+       {"adaptive_avg_pool2d", "adaptive_max_pool2d", "avg_pool2d", "max_pool2d",
+        "max_pool2d_with_indices", "tril", "triu", "upsample_bicubic2d", "upsample_bilinear2d",
+        "upsample_nearest2d"}},
+      {[](const BatchedCall& c) { return leads(c, 3); },
+       {"adaptive_avg_pool3d", "adaptive_max_pool3d", "avg_pool3d", "max_pool3d",
+        "max_pool3d_with_indices", "pixel_shuffle", "pixel_unshuffle", "upsample_nearest3d",
+        "upsample_trilinear3d"}},
+      {[](const BatchedCall& c) { return multiplies(c, "mat1", "mat2"); }, {"addmm"}},
+      {[](const BatchedCall& c) { return multiplies(c, "batch1", "batch2"); }, {"baddbmm"}},
+      {[](const BatchedCall& c) { return !c.is_set("training") && is_first_axis(c); },
+       {"batch_norm"}},
+      {[](const BatchedCall& c) { return multiplies(c, "self", "mat2"); }, {"bmm", "mm"}},
+      {joins, {"cat", "concat", "gather"}},
+      {pads,
+       {"constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+        "replication_pad1d", "replication_pad2d", "replication_pad3d"}},
+      {convolves,
+       {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+        "convolution"}},
+      {looks_up, {"embedding", "smp::tp_embedding"}},
+      {is_first_axis, {"feature_dropout", "group_norm"}},
+      {[](const BatchedCall& c) { return works_along(c, "dims"); }, {"flip", "roll"}},
+      {recurs, {"gru.input", "lstm.input", "rnn_relu.input", "rnn_tanh.input"}},
+      {[](const BatchedCall& c) { return is_first_axis(c) && c.dim(c.tensors()[0]) == 4; },
+       {"im2col"}},
+      {normalizes_layer, {"layer_norm", "rms_norm"}},
+      {[](const BatchedCall& c) { return multiplies(c, "self", "other"); }, {"matmul"}},
+      {is_prelu, {"prelu"}},
+      {repeats, {"repeat"}},
+      {attends, {"scaled_dot_product_attention"}},
+      {stacks, {"stack"}},
+      {exchanges,
+       {"smp::tp_all_gather", "smp::tp_all_to_all", "smp::tp_gather", "smp::tp_reduce_scatter",
+        "smp::tp_scatter"}},
+      {[](const BatchedCall& c) { return leads(c, 1) && exchanges(c); },
+       {"smp::tp_gathered_linear"}},
+      {[](const BatchedCall& c) { return works_along(c, "dimension"); }, {"unfold"}}};
   return rules;
 }
 
@@ -406,20 +335,13 @@ std::string without_prefix(const std::string& name) {
 }
 
 bool follows_rule(const BatchedCall& call, const std::string& base, const std::string& full) {
-  const auto has = [](const Names& names, const std::string& name) {
-    return names.count(name) > 0;
-  };
   if (is_factory(base)) return true;
   if (call.tensors().empty()) return false;
-  if (has(elementwise_names(), base)) return is_elementwise(call);
-  if (has(rearranging_names(), base)) return only_first_is_batched(call);
-  if (has(reshaping_names(), base)) return reshapes(call);
-  if (has(along_dim_names(), full)) return works_along(call, "dim");
-  const auto last = last_dims().find(base);
-  if (last != last_dims().end()) return leads(call, last->second);
-  auto rule = special_rules().find(full);
-  if (rule == special_rules().end()) rule = special_rules().find(base);
-  return rule != special_rules().end() && rule->second(call);
+  for (const auto& [rule, names, all_overloads] : rules()) {
+    const bool is_its = names.count(full) > 0 || (all_overloads && names.count(base) > 0);
+    if (is_its) return rule(call);
+  }
+  return false;
 }
 
 }  // namespace

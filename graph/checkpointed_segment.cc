@@ -2,7 +2,6 @@
 #include "graph/checkpointed_segment.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <set>
 #include <utility>
 

@@ -17,9 +17,10 @@ namespace {
 class Coalescer {
  public:
   Coalescer(const Graph& one, const Graph& many, const BatchAxes& axes, int factor)
-      : one_(one), aliases_(one), many_(many), axes_(axes), values_(one.values.size()) {
+      : one_(one), aliases_(one), many_(many), axes_(axes) {
     result_.map.factor = factor;
     result_.map.operators.resize(one.operators.size());
+    values().resize(one.values.size());
   }
 
   Coalesced run() {
@@ -32,12 +33,13 @@ class Coalescer {
       }
     }
     add_ends();
-    result_.map.values = std::move(values_);
     return std::move(result_);
   }
 
  private:
   Graph& graph() { return result_.graph; }
+  /// Parts of each value of `one`.
+  std::vector<std::vector<ValueId>>& values() { return result_.map.values; }
 
   /// Inputs, parameters, buffers and constants.
   void add_givens() {
@@ -48,11 +50,11 @@ class Coalescer {
       const bool is_batched = axes_.axis[v] != kNoAxis;
       const auto [set, is_new] = set_of.try_emplace(value.alias_set, graph().alias_sets);
       if (is_new) ++graph().alias_sets;
-      values_[v] = {
+      values()[v] = {
           add_value(value, is_batched ? many_.values[v].meta : value.meta, -1, set->second)};
     }
     for (ValueId input : one_.inputs) {
-      graph().inputs.push_back(input == kUndefined ? kUndefined : values_[input][0]);
+      graph().inputs.push_back(input == kUndefined ? kUndefined : values()[input][0]);
     }
   }
 
@@ -73,7 +75,7 @@ class Coalescer {
         op.arguments[a].constant = many_.operators[index].arguments[a].constant;
       }
       for (ValueId& value : op.arguments[a].values) {
-        if (value != kUndefined) value = values_[value].at(0);
+        if (value != kUndefined) value = values()[value].at(0);
       }
     }
     if (is_whole) op.result_is_argument = many_.operators[index].result_is_argument;
@@ -109,17 +111,14 @@ class Coalescer {
       const auto set = new_sets.find(value.alias_set);
       const int alias_set = set == new_sets.end() ? set_of(value.alias_set) : set->second;
       new_sets[value.alias_set] = alias_set;
-      op.results[r] = add_value(value_like(result), value.meta, position, alias_set);
-      values_[result].push_back(op.results[r]);
+      op.results[r] = add_value(one_.values[result], value.meta, position, alias_set);
+      values()[result].push_back(op.results[r]);
     }
     for (int& set : op.writes) set = sets.at(set);
     if (op.random_ordinal >= 0) op.random_ordinal = random_count_++;
     result_.map.operators[index].push_back(position);
     graph().operators.push_back(std::move(op));
   }
-
-  /// Kind and content: those of one microbatch.
-  Value value_like(ValueId value) const { return one_.values[value]; }
 
   /// The alias sets of an operator's arguments: as in `source` -> as in the new graph.
   std::map<int, int> argument_sets(const Operator& op, const Operator& original,
@@ -139,7 +138,7 @@ class Coalescer {
   /// The value that stands for one of one microbatch; `reader` is the operator that needs it, null
   /// at the end of the graph.
   ValueId part_of(ValueId value, int part, const Operator* reader) {
-    const auto& known = values_[value];
+    const auto& known = values()[value];
     if (axes_.axis[value] == kNoAxis) return known.size() == 1 ? known[0] : known.at(part);
     auto& parts = split_[value];
     // A written value is cut where it is read, so that autograd sees the last state.
@@ -153,7 +152,7 @@ class Coalescer {
         c10::Dispatcher::singleton().findSchemaOrThrow("aten::split", "Tensor");
     const int axis = axes_.axis[value];
     const int64_t size = one_.values[value].meta.sizes[axis];
-    const ValueId whole = values_[value].at(0);
+    const ValueId whole = values()[value].at(0);
     Operator op(handle);
     op.arguments.resize(3);
     op.arguments[0].kind = Argument::Kind::kTensor;
@@ -210,7 +209,6 @@ class Coalescer {
   const Graph& many_;
   const BatchAxes& axes_;
   Coalesced result_;
-  std::vector<std::vector<ValueId>> values_;       // parts of each value of `one`
   std::map<ValueId, std::vector<ValueId>> split_;  // microbatches of values of `one`
   int random_count_ = 0;
 };

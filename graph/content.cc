@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/content.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/arange.h>
@@ -128,10 +129,19 @@ at::Tensor clone_content(const at::Tensor& tensor) {
   return content;
 }
 
+bool is_wrapped_number(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+/// Calls no operator, since a step function may do so.
+at::Tensor wrapped_number(const at::Scalar& number) {
+  at::Tensor tensor = c10::scalar_to_tensor(number);
+  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+  return tensor;
+}
+
 void stay_wrapped_number(const at::Tensor& from, const at::Tensor& to) {
-  if (from.unsafeGetTensorImpl()->is_wrapped_number()) {
-    to.unsafeGetTensorImpl()->set_wrapped_number(true);
-  }
+  if (is_wrapped_number(from)) to.unsafeGetTensorImpl()->set_wrapped_number(true);
 }
 
 ContentScope::ContentScope(const std::vector<at::Tensor>& tensors) {

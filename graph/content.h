@@ -31,8 +31,12 @@ bool is_small_on_cpu(const TensorMeta& meta);
 /// other strides.
 at::Tensor clone_content(const at::Tensor& tensor);
 
-/// Where `from` is a number that libtorch wrapped into a tensor, `to` is one, too: it does not
-/// decide the type of a sum.
+/// Whether a tensor is a number that libtorch wrapped: it does not decide the type of a sum. False
+/// for an undefined one.
+bool is_wrapped_number(const at::Tensor& tensor);
+/// A number as libtorch wraps it.
+at::Tensor wrapped_number(const at::Scalar& number);
+/// Where `from` is a wrapped number, `to` is one, too.
 void stay_wrapped_number(const at::Tensor& from, const at::Tensor& to);
 
 /// Keeps the contents of tensors, and puts them back when it goes. A history that writes have left

@@ -36,22 +36,6 @@ std::shared_ptr<Recording> continue_recording() {
   return recording;
 }
 
-/// Which tensor arguments of a call the operator writes, in the order of the tensors.
-std::vector<bool> written_tensors(const c10::FunctionSchema& schema,
-                                  const torch::jit::Stack& arguments) {
-  const auto constant = [&](size_t i) -> const c10::IValue& { return arguments[i]; };
-  const auto positions = written_arguments(schema, constant);
-  std::vector<bool> written;
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool writes = std::find(positions.begin(), positions.end(), i) != positions.end();
-    map_tensors(arguments[i], [&](const at::Tensor& tensor) {
-      written.push_back(writes);
-      return tensor;
-    });
-  }
-  return written;
-}
-
 /// A tensor on the meta device with the tensor's place in a storage of the same size.
 at::Tensor shape_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
@@ -78,24 +62,6 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
 }
 
-/// Notes the types that the call took from libtorch's default type, which may be another one when
-/// it is made again: a factory's, or that of results from integers.
-void note_dtype(const std::vector<at::Tensor>& tensors, const torch::jit::Stack& results,
-                DeferredOperator& recorded) {
-  const auto& schema = recorded.handle.schema();
-  if (has_tensor_argument(schema)) {
-    const bool integers = std::any_of(tensors.begin(), tensors.end(), [](const auto& tensor) {
-      return tensor.defined() && c10::isIntegralType(tensor.scalar_type(), true);
-    });
-    if (integers) recorded.default_dtype = c10::get_default_dtype_as_scalartype();
-    return;
-  }
-  for (size_t i = 0; i < recorded.arguments.size(); ++i) {
-    if (schema.arguments()[i].name() != "dtype" || !recorded.arguments[i].isNone()) continue;
-    recorded.arguments[i] = results.at(0).toTensor().scalar_type();
-  }
-}
-
 bool same_storage(const at::Tensor& a, const at::Tensor& b) {
   return a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
@@ -110,21 +76,29 @@ class DeferredScope::Impl : public OperatorInterceptor {
   void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override;
 
  private:
-  /// An operator call: its arguments, taken from the stack, and their meaning.
+  /// A tensor among the arguments of a call.
+  struct CallTensor {
+    at::Tensor given;  // may be undefined
+    bool is_written;   // the operator writes it
+    bool is_deferred;
+    at::Tensor stand_in;  // on which the operator was called instead
+  };
+  /// An operator call: its arguments, taken from the stack, and the tensors among them, in order.
   struct Call {
     const c10::OperatorHandle& op;
     torch::jit::Stack arguments;
-    std::vector<at::Tensor> tensors;    // among the arguments; may be undefined
-    std::vector<bool> written;          // which of the tensors it writes
-    std::vector<bool> deferred;         // which of the tensors are deferred
-    std::vector<at::Tensor> stand_ins;  // tensors on which the operator was called instead
+    std::vector<CallTensor> tensors;
   };
 
   Call take_call(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
   bool must_run(const Call& call) const;
   bool is_small(Call& call) const;
   void run_now(const Call& call, torch::jit::Stack& stack) const;
-  void call_on_stand_ins(Call& call, torch::jit::Stack& stack, const TensorMap& stand_in) const;
+  template <class StandIn>
+  void push_stand_ins(Call& call, torch::jit::Stack& stack, const StandIn& stand_in) const;
+  void call_for_shapes(Call& call, torch::jit::Stack& stack) const;
+  void note_dtype(const Call& call, const torch::jit::Stack& results,
+                  DeferredOperator& recorded) const;
   void record(Call& call, torch::jit::Stack& stack);
   void run_random(Call& call, DeferredOperator& recorded, torch::jit::Stack& stack) const;
   at::Tensor record_result(const Call& call, const at::Tensor& result, int position,
@@ -138,21 +112,6 @@ class DeferredScope::Impl : public OperatorInterceptor {
 
 DeferredScope::DeferredScope(DeferredOptions options) : impl_(std::make_unique<Impl>(options)) {}
 DeferredScope::~DeferredScope() = default;
-
-class AtOnceScope::Impl : public OperatorInterceptor {
- public:
-  Impl() : scope_(*this) {}
-
-  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
-    op.callBoxed(stack);
-  }
-
- private:
-  InterceptScope scope_;
-};
-
-AtOnceScope::AtOnceScope() : impl_(std::make_unique<Impl>()) {}
-AtOnceScope::~AtOnceScope() = default;
 
 void DeferredScope::Impl::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
   Call call = take_call(op, stack);
@@ -168,13 +127,18 @@ void DeferredScope::Impl::call(const c10::OperatorHandle& op, torch::jit::Stack&
 
 DeferredScope::Impl::Call DeferredScope::Impl::take_call(const c10::OperatorHandle& op,
                                                          torch::jit::Stack& stack) const {
-  Call call{op, {}, {}, {}, {}, {}};
   const size_t count = op.schema().arguments().size();
-  call.tensors = tensors_in(stack, count);
-  call.arguments.assign(stack.end() - static_cast<std::ptrdiff_t>(count), stack.end());
+  Call call{op, {stack.end() - static_cast<std::ptrdiff_t>(count), stack.end()}, {}};
   torch::jit::drop(stack, count);
-  call.written = written_tensors(op.schema(), call.arguments);
-  for (const at::Tensor& tensor : call.tensors) call.deferred.push_back(is_deferred(tensor));
+  const auto written = written_arguments(
+      op.schema(), [&](size_t i) -> const c10::IValue& { return call.arguments[i]; });
+  for (size_t i = 0; i < count; ++i) {
+    const bool is_written = std::find(written.begin(), written.end(), i) != written.end();
+    map_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
+      call.tensors.push_back({tensor, is_written, is_deferred(tensor), {}});
+      return tensor;
+    });
+  }
   return call;
 }
 
@@ -184,12 +148,12 @@ bool DeferredScope::Impl::must_run(const Call& call) const {
   if (returns_host_value(call.op.schema())) return true;
   if (call.op.hasTag(at::Tag::dynamic_output_shape)) return true;
   bool writes_known = false, writes_deferred = false, foreign = false, any_deferred = false;
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    if (!call.tensors[i].defined()) continue;
-    writes_known |= call.written[i] && !call.deferred[i];
-    writes_deferred |= call.written[i] && call.deferred[i];
-    any_deferred |= call.deferred[i];
-    foreign |= !is_plain(call.tensors[i]) || !call.tensors[i].is_cpu();
+  for (const CallTensor& tensor : call.tensors) {
+    if (!tensor.given.defined()) continue;
+    writes_known |= tensor.is_written && !tensor.is_deferred;
+    writes_deferred |= tensor.is_written && tensor.is_deferred;
+    any_deferred |= tensor.is_deferred;
+    foreign |= !is_plain(tensor.given) || !tensor.given.is_cpu();
   }
   SMP_CHECK_WITH(UsageError, !writes_known || !writes_deferred, "operator ",
                  call.op.schema().name(),
@@ -202,12 +166,12 @@ bool DeferredScope::Impl::must_run(const Call& call) const {
 
 /// True if no argument is deferred and the new memory of all results is small.
 bool DeferredScope::Impl::is_small(Call& call) const {
-  for (bool deferred : call.deferred) {
-    if (deferred) return false;
+  for (const CallTensor& tensor : call.tensors) {
+    if (tensor.is_deferred) return false;
   }
   torch::jit::Stack stack;
   try {
-    call_on_stand_ins(call, stack, &shape_of);
+    call_for_shapes(call, stack);
   } catch (const c10::Error&) {
     return true;  // a mistake in the call, or not about dense tensors: the call itself decides
   }
@@ -216,8 +180,8 @@ bool DeferredScope::Impl::is_small(Call& call) const {
     if (!result.defined()) continue;
     if (!is_plain(result)) return true;
     const bool view =
-        std::any_of(call.stand_ins.begin(), call.stand_ins.end(), [&](const at::Tensor& argument) {
-          return argument.defined() && same_storage(argument, result);
+        std::any_of(call.tensors.begin(), call.tensors.end(), [&](const CallTensor& argument) {
+          return argument.stand_in.defined() && same_storage(argument.stand_in, result);
         });
     if (!view) bytes += static_cast<int64_t>(result.storage().nbytes());
   }
@@ -234,19 +198,26 @@ void DeferredScope::Impl::run_now(const Call& call, torch::jit::Stack& stack) co
   call.op.callBoxed(stack);
 }
 
-/// Calls the operator on other tensors, on the meta device where `stand_in` gives such.
-void DeferredScope::Impl::call_on_stand_ins(Call& call, torch::jit::Stack& stack,
-                                            const TensorMap& stand_in) const {
-  call.stand_ins.clear();
-  bool meta = call.tensors.empty();
-  const auto replace = [&](const at::Tensor& tensor) {
-    call.stand_ins.push_back(stand_in(tensor));
-    meta |= call.stand_ins.back().defined() && call.stand_ins.back().is_meta();
-    return call.stand_ins.back();
-  };
+/// Puts the arguments on the stack, with `stand_in(CallTensor)` in place of each tensor.
+template <class StandIn>
+void DeferredScope::Impl::push_stand_ins(Call& call, torch::jit::Stack& stack,
+                                         const StandIn& stand_in) const {
+  auto next = call.tensors.begin();
   for (const c10::IValue& argument : call.arguments) {
-    stack.push_back(map_tensors(argument, replace));
+    stack.push_back(map_tensors(argument, [&](const at::Tensor&) {
+      next->stand_in = stand_in(*next);
+      return next++->stand_in;
+    }));
   }
+}
+
+/// Calls the operator on shapes, which are on the meta device.
+void DeferredScope::Impl::call_for_shapes(Call& call, torch::jit::Stack& stack) const {
+  push_stand_ins(call, stack, [](const CallTensor& tensor) { return shape_of(tensor.given); });
+  const bool meta = call.tensors.empty() ||
+                    std::any_of(call.tensors.begin(), call.tensors.end(), [](const auto& tensor) {
+                      return tensor.stand_in.defined() && tensor.stand_in.is_meta();
+                    });
   const auto& schema = call.op.schema();
   for (size_t i = 0; i < call.arguments.size(); ++i) {
     const bool given = call.arguments[i].isDevice() || !has_tensor_argument(schema);
@@ -265,8 +236,8 @@ void DeferredScope::Impl::check_supported(const Call& call) const {
   SMP_CHECK_WITH(UsageError, stays_on_cpu(call.op.schema(), call.arguments), "operator ", name,
                  " moves a tensor without data to another device. Construct models on the CPU "
                  "under delayed parameter initialization");
-  for (const at::Tensor& tensor : call.tensors) {
-    SMP_CHECK_WITH(UsageError, !tensor.defined() || is_plain(tensor), "operator ", name,
+  for (const CallTensor& tensor : call.tensors) {
+    SMP_CHECK_WITH(UsageError, !tensor.given.defined() || is_plain(tensor.given), "operator ", name,
                    " uses a tensor that is not dense, or a lazy conjugate, together with one "
                    "without data, under delayed parameter initialization. Convert it with "
                    "to_dense() or resolve_conj()");
@@ -276,12 +247,31 @@ void DeferredScope::Impl::check_supported(const Call& call) const {
                  "models without autocast");
 }
 
+/// Notes the types that the call took from libtorch's default type, which may be another one when
+/// it is made again: a factory's, or that of results from integers.
+void DeferredScope::Impl::note_dtype(const Call& call, const torch::jit::Stack& results,
+                                     DeferredOperator& recorded) const {
+  const auto& schema = recorded.handle.schema();
+  if (has_tensor_argument(schema)) {
+    const bool integers =
+        std::any_of(call.tensors.begin(), call.tensors.end(), [](const CallTensor& tensor) {
+          return tensor.given.defined() && c10::isIntegralType(tensor.given.scalar_type(), true);
+        });
+    if (integers) recorded.default_dtype = c10::get_default_dtype_as_scalartype();
+    return;
+  }
+  for (size_t i = 0; i < recorded.arguments.size(); ++i) {
+    if (schema.arguments()[i].name() != "dtype" || !recorded.arguments[i].isNone()) continue;
+    recorded.arguments[i] = results.at(0).toTensor().scalar_type();
+  }
+}
+
 void DeferredScope::Impl::record(Call& call, torch::jit::Stack& stack) {
   DeferredOperator recorded(call.op);
   recorded.random = is_random(call.op);
-  for (size_t i = 0; i < call.tensors.size(); ++i) {
-    recorded.refs.push_back(recording_->ref(call.tensors[i], options_.eager_bytes()));
-    if (call.written[i]) recorded.writes.push_back(recorded.refs.back().storage);
+  for (const CallTensor& tensor : call.tensors) {
+    recorded.refs.push_back(recording_->ref(tensor.given, options_.eager_bytes()));
+    if (tensor.is_written) recorded.writes.push_back(recorded.refs.back().storage);
   }
   for (const c10::IValue& argument : call.arguments) {
     if (argument.isGenerator()) {
@@ -294,9 +284,9 @@ void DeferredScope::Impl::record(Call& call, torch::jit::Stack& stack) {
   if (is_random(call.op) && !(options_.fast() && recorded.random)) {
     run_random(call, recorded, stack);
   } else {
-    call_on_stand_ins(call, stack, &shape_of);
+    call_for_shapes(call, stack);
   }
-  note_dtype(call.tensors, stack, recorded);
+  note_dtype(call, stack, recorded);
   int position = 0;
   for (c10::IValue& value : stack) {
     value = map_tensors(value, [&](const at::Tensor& result) {
@@ -309,19 +299,11 @@ void DeferredScope::Impl::record(Call& call, torch::jit::Stack& stack) {
 /// Draws the operator's numbers from the generator, on memory that is freed at once.
 void DeferredScope::Impl::run_random(Call& call, DeferredOperator& recorded,
                                      torch::jit::Stack& stack) const {
-  size_t next = 0;
-  const auto stand_in = [&](const at::Tensor& tensor) {
-    const size_t i = next++;
-    if (!call.deferred[i] || !call.written[i]) return value_of(tensor);
-    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options()).zero_();
-  };
-  call.stand_ins.clear();
-  for (const c10::IValue& argument : call.arguments) {
-    stack.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
-      call.stand_ins.push_back(stand_in(tensor));
-      return call.stand_ins.back();
-    }));
-  }
+  push_stand_ins(call, stack, [](const CallTensor& tensor) {
+    if (!tensor.is_deferred || !tensor.is_written) return value_of(tensor.given);
+    const at::Tensor& given = tensor.given;
+    return at::empty_strided(given.sizes(), given.strides(), given.options()).zero_();
+  });
   if (recorded.random) {
     recorded.state = call_noting_state(call.op, stack);
   } else {
@@ -337,10 +319,10 @@ at::Tensor DeferredScope::Impl::record_result(const Call& call, const at::Tensor
   SMP_CHECK_WITH(UsageError, is_plain(result), "operator ", call.op.schema().name(),
                  " makes a tensor that is not dense, or a lazy conjugate, which delayed parameter "
                  "initialization cannot record. Make it outside of the scope");
-  const TensorMeta meta = TensorMeta::of(result);
-  for (size_t i = 0; i < call.stand_ins.size(); ++i) {
-    if (!call.stand_ins[i].defined() || !call.stand_ins[i].is_same(result)) continue;
-    const at::Tensor& argument = call.tensors[i];
+  TensorMeta meta = TensorMeta::of(result);
+  meta.device = at::kCPU;
+  for (const auto& [argument, is_written, is_deferred, stand_in] : call.tensors) {
+    if (!stand_in.defined() || !stand_in.is_same(result)) continue;
     if (result.sizes() != argument.sizes() || result.strides() != argument.strides()) {
       // An operator such as `t_`.
       argument.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides,
@@ -348,9 +330,9 @@ at::Tensor DeferredScope::Impl::record_result(const Call& call, const at::Tensor
     }
     return argument;
   }
-  for (size_t i = 0; i < call.stand_ins.size(); ++i) {
-    if (!call.stand_ins[i].defined() || !same_storage(call.stand_ins[i], result)) continue;
-    return tensor_on(call.tensors[i].storage(), meta, result.storage_offset());
+  for (const CallTensor& argument : call.tensors) {
+    if (!argument.stand_in.defined() || !same_storage(argument.stand_in, result)) continue;
+    return tensor_on(argument.given.storage(), meta, result.storage_offset());
   }
   auto [index, storage] = recording_->add_storage(result.storage().nbytes());
   recorded.writes.push_back(index);

@@ -42,17 +42,4 @@ class DeferredScope {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Inside a `DeferredScope`: while it lives, tensors are made as if there were none.
-class AtOnceScope {
- public:
-  AtOnceScope();
-  ~AtOnceScope();
-  AtOnceScope(const AtOnceScope&) = delete;
-  AtOnceScope& operator=(const AtOnceScope&) = delete;
-
- private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
-};
-
 }  // namespace smp::graph

@@ -5,6 +5,7 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <array>
@@ -19,16 +20,10 @@
 namespace smp::graph {
 namespace {
 
-using Registry = std::array<MakeDeviceGraphPool,
-                            static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES)>;
-
-Registry& registry() {
-  static Registry registry;
-  return registry;
-}
-
 MakeDeviceGraphPool& maker_of(c10::DeviceType type) {
-  return registry().at(static_cast<size_t>(type));
+  constexpr auto kTypes = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
+  static std::array<MakeDeviceGraphPool, kTypes> makers;
+  return makers.at(static_cast<size_t>(type));
 }
 
 std::shared_ptr<DeviceGraphPool> make_pool(at::Device device) {
@@ -42,7 +37,7 @@ c10::Stream current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-/// The captures that go on in this process, by their streams.
+/// The captures that go on in this process, by their streams, whose random operators are theirs.
 struct Captures {
   std::mutex mutex;
   std::vector<std::pair<c10::Stream, GraphCapture*>> all;
@@ -51,6 +46,18 @@ struct Captures {
   static Captures& get() {
     static Captures captures;
     return captures;
+  }
+
+  void add(const c10::Stream& stream, GraphCapture* capture) {
+    const std::lock_guard lock(mutex);
+    all.emplace_back(stream, capture);
+    ++count;
+  }
+  void remove(const GraphCapture* capture) {
+    const std::lock_guard lock(mutex);
+    all.erase(std::find_if(all.begin(), all.end(),
+                           [&](const auto& entry) { return entry.second == capture; }));
+    --count;
   }
 
   /// Null if the stream is not captured.
@@ -76,31 +83,6 @@ void CapturedWork::launch(const RandomKey& key) const {
   for (int ordinal : ordinals_) seeds.push_back(stream_seed(key, ordinal));
   graph_->launch(seeds);
 }
-
-/// While it lives, random operators on the capture's stream are the capture's.
-class GraphCapture::Active {
- public:
-  Active(GraphCapture& capture, DeviceGraph& graph) : capture_(capture) {
-    capture.graph_ = &graph;
-    Captures& captures = Captures::get();
-    const std::lock_guard lock(captures.mutex);
-    captures.all.emplace_back(capture.pool_->stream(), &capture);
-    ++captures.count;
-  }
-  ~Active() {
-    Captures& captures = Captures::get();
-    const std::lock_guard lock(captures.mutex);
-    captures.all.erase(std::find_if(captures.all.begin(), captures.all.end(),
-                                    [&](const auto& entry) { return entry.second == &capture_; }));
-    --captures.count;
-    capture_.graph_ = nullptr;
-  }
-  Active(const Active&) = delete;
-  Active& operator=(const Active&) = delete;
-
- private:
-  GraphCapture& capture_;
-};
 
 GraphCapture::GraphCapture(at::Device device)
     : device_(with_index(device)), pool_(make_pool(device_)) {
@@ -129,7 +111,12 @@ CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
   ordinals_ = ordinals;
   draws_ = false;
   const c10::StreamGuard guard(pool_->stream());
-  const Active active(*this, *captured.graph_);
+  graph_ = captured.graph_.get();
+  Captures::get().add(pool_->stream(), this);
+  const auto ended = c10::make_scope_exit([this] {
+    Captures::get().remove(this);
+    graph_ = nullptr;
+  });
   try {
     captured.graph_->begin(ordinals.size());
     work();

@@ -99,7 +99,6 @@ class GraphCapture {
  private:
   friend void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                          const RandomKey& key, int ordinal);
-  class Active;
 
   /// For the next graph: another one if that of earlier graphs has none left.
   void renew_pool();

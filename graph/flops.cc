@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/flops.h"
 
-#include <functional>
-#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,51 +47,49 @@ double attention_flops(const Call& call) {
   return 2 * scores * static_cast<double>(key.back() + value.back());
 }
 
-using Formula = std::function<double(const Call&)>;
+using Formula = double (*)(const Call&);
 
-const std::map<std::string, Formula>& formulas() {
-  static const Formula left_first = [](const Call& call) { return product_flops(call, 0); };
-  static const Formula left_second = [](const Call& call) { return product_flops(call, 1); };
-  static const std::map<std::string, Formula> all = {
-      {"aten::mm", left_first},
-      {"aten::bmm", left_first},
-      {"aten::mv", left_first},
-      {"aten::dot", left_first},
-      {"aten::matmul", left_first},
-      {"aten::linear", left_first},
-      {"aten::addmm", left_second},
-      {"aten::addmm_", left_second},
-      {"aten::addmv", left_second},
-      {"aten::baddbmm", left_second},
-      {"aten::baddbmm_", left_second},
-      {"aten::conv1d", convolution_flops},
-      {"aten::conv2d", convolution_flops},
-      {"aten::conv3d", convolution_flops},
-      {"aten::mkldnn_convolution", convolution_flops},
-      {"aten::cudnn_convolution", convolution_flops},
-      {"aten::conv_transpose1d", transposed_convolution_flops},
-      {"aten::conv_transpose2d", transposed_convolution_flops},
-      {"aten::conv_transpose3d", transposed_convolution_flops},
-      {"aten::scaled_dot_product_attention", attention_flops},
-      {"aten::_scaled_dot_product_attention_math", attention_flops},
-      {"aten::_scaled_dot_product_flash_attention", attention_flops},
-      {"aten::_scaled_dot_product_flash_attention_for_cpu", attention_flops},
-      {"aten::_scaled_dot_product_efficient_attention", attention_flops},
-      {"aten::_scaled_dot_product_cudnn_attention", attention_flops},
-  };
+double left_first(const Call& call) { return product_flops(call, 0); }
+double left_second(const Call& call) { return product_flops(call, 1); }
+
+struct NamedFormula {
+  Formula formula;
+  std::set<std::string> operators;
+};
+
+const std::vector<NamedFormula>& formulas() {
+  static const std::vector<NamedFormula> all = {
+      {left_first,
+       {"aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::matmul", "aten::linear"}},
+      {left_second,
+       {"aten::addmm", "aten::addmm_", "aten::addmv", "aten::baddbmm", "aten::baddbmm_"}},
+      {convolution_flops,
+       {"aten::conv1d", "aten::conv2d", "aten::conv3d", "aten::mkldnn_convolution",
+        "aten::cudnn_convolution"}},
+      {transposed_convolution_flops,
+       {"aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d"}},
+      {attention_flops,
+       {"aten::scaled_dot_product_attention", "aten::_scaled_dot_product_attention_math",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention"}}};
   return all;
 }
 
-/// `aten::convolution` says in an argument whether it is transposed.
+/// Null for an operator without a formula. `aten::convolution` says in an argument whether it is
+/// transposed.
 Formula formula_of(const Operator& op) {
-  const std::string name = op.handle.schema().name();
+  const std::string& name = op.handle.schema().name();
   if (name == "aten::convolution" || name == "aten::_convolution") {
     const auto index = op.handle.schema().argumentIndexWithName("transposed");
     const bool transposed = op.arguments[*index].constant.toBool();
     return transposed ? transposed_convolution_flops : convolution_flops;
   }
-  const auto found = formulas().find(name);
-  return found == formulas().end() ? nullptr : found->second;
+  for (const NamedFormula& named : formulas()) {
+    if (named.operators.count(name) > 0) return named.formula;
+  }
+  return nullptr;
 }
 
 }  // namespace

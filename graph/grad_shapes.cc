@@ -4,7 +4,6 @@
 #include <ATen/core/stack.h>
 
 #include <algorithm>
-#include <memory>
 
 #include "core/node.h"
 #include "graph/alias_analysis.h"

@@ -6,8 +6,10 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/StringUtil.h>
 #include <xxhash.h>
 
+#include <map>
 #include <sstream>
 
 #include "graph/content.h"
@@ -20,41 +22,12 @@ namespace smp::graph {
 namespace {
 
 const char* short_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat:
-      return "f32";
-    case at::kDouble:
-      return "f64";
-    case at::kHalf:
-      return "f16";
-    case at::kBFloat16:
-      return "bf16";
-    case at::kLong:
-      return "i64";
-    case at::kInt:
-      return "i32";
-    case at::kShort:
-      return "i16";
-    case at::kChar:
-      return "i8";
-    case at::kByte:
-      return "u8";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(type);
-  }
-}
-
-template <class Range>
-std::string join(const Range& range, const char* separator) {
-  std::ostringstream out;
-  const char* between = "";
-  for (const auto& element : range) {
-    out << between << element;
-    between = separator;
-  }
-  return out.str();
+  static const std::map<at::ScalarType, const char*> names = {
+      {at::kFloat, "f32"}, {at::kDouble, "f64"}, {at::kHalf, "f16"},  {at::kBFloat16, "bf16"},
+      {at::kLong, "i64"},  {at::kInt, "i32"},    {at::kShort, "i16"}, {at::kChar, "i8"},
+      {at::kByte, "u8"},   {at::kBool, "bool"}};
+  const auto found = names.find(type);
+  return found == names.end() ? c10::toString(type) : found->second;
 }
 
 bool is_contiguous(const TensorMeta& meta) {
@@ -80,7 +53,7 @@ std::string value_text(ValueId id) { return id == kUndefined ? "_" : c10::str("%
 std::string values_text(const c10::SmallVector<ValueId, 1>& values) {
   std::vector<std::string> texts;
   for (ValueId id : values) texts.push_back(value_text(id));
-  return join(texts, ", ");
+  return c10::Join(", ", texts);
 }
 
 std::string argument_text(const c10::FunctionSchema& schema, size_t index,
@@ -117,8 +90,8 @@ int64_t TensorMeta::numel() const {
 int64_t TensorMeta::nbytes() const { return numel() * static_cast<int64_t>(elementSize(dtype)); }
 
 std::string TensorMeta::to_string() const {
-  std::string text = c10::str(short_name(dtype), "[", join(sizes, ", "), "]");
-  if (!is_contiguous(*this)) text += "{" + join(strides, ", ") + "}";
+  std::string text = c10::str(short_name(dtype), "[", c10::Join(", ", sizes), "]");
+  if (!is_contiguous(*this)) text += "{" + c10::Join(", ", strides) + "}";
   if (!device.is_cpu()) text += "@" + kind_of(device);
   return text;
 }
@@ -203,7 +176,7 @@ std::string ExecutionMode::to_string() const {
                                         : c10::str("after_backward ", after_backward));
   }
   if (partition >= 0) parts.push_back(c10::str("partition ", partition));
-  return join(parts, " ");
+  return c10::Join(" ", parts);
 }
 
 std::string Operator::name() const {
@@ -222,8 +195,8 @@ std::string Graph::line(size_t index) const {
   for (size_t i = 0; i < op.arguments.size(); ++i) {
     arguments.push_back(argument_text(schema, i, op.arguments[i]));
   }
-  std::string text = c10::str(join(results, ", "), results.empty() ? "" : " = ", op.name(), "(",
-                              join(arguments, ", "), ") : ", join(metas, ", "));
+  std::string text = c10::str(c10::Join(", ", results), results.empty() ? "" : " = ", op.name(),
+                              "(", c10::Join(", ", arguments), ") : ", c10::Join(", ", metas));
   if (makes_literal(op)) text += " literal";
   const std::string mode = op.mode.to_string();
   if (!mode.empty()) text += " " + mode;
@@ -249,7 +222,7 @@ std::string Graph::to_string() const {
   }
   std::vector<std::string> returned;
   for (ValueId id : outputs) returned.push_back(value_text(id));
-  out << "return " << join(returned, ", ") << "\n";
+  out << "return " << c10::Join(", ", returned) << "\n";
   return out.str();
 }
 
@@ -280,10 +253,7 @@ uint64_t Graph::constants_fingerprint() const {
 
 bool is_patchable(const c10::FunctionSchema& schema, size_t index) {
   const auto& argument = schema.arguments()[index];
-  auto type = argument.type();
-  if (type->kind() == c10::TypeKind::OptionalType) {
-    type = type->expectRef<c10::OptionalType>().getElementType();
-  }
+  const c10::TypePtr type = without_optional(argument.type());
   // A leaf's call (a capsule) brings the arguments of each run along.
   const bool number = type->kind() == c10::TypeKind::NumberType ||
                       type->kind() == c10::TypeKind::FloatType ||

@@ -138,6 +138,10 @@ struct BackwardRoot {
   ValueId value = kUndefined;
   ValueId gradient = kUndefined;  ///< kUndefined: ones
   ExecutionMode mode;             ///< mode of the call, under which the backward pass runs
+
+  bool operator==(const BackwardRoot& other) const {
+    return value == other.value && gradient == other.gradient && mode == other.mode;
+  }
 };
 
 /// The operations of a step function on one microbatch: a list of operators in program order.

@@ -42,16 +42,6 @@ std::vector<std::string> parts_of(const std::string& line, char separator) {
   return parts;
 }
 
-/// The number that is the whole text.
-template <class T>
-std::optional<T> number_in(const std::string& text, int base = 10) {
-  T number = 0;
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number, base);
-  if (error != std::errc() || stop != end) return std::nullopt;
-  return number;
-}
-
 std::string row_text(const Graph& graph, const Operator& op) {
   std::string text = op.name();
   if (!op.scope.empty()) text += ", in module \"" + op.scope + "\"";
@@ -170,11 +160,14 @@ class HashLogReader::File {
     if (text_.compare(0, beginning.size(), beginning) != 0) return std::nullopt;
     return text_.substr(beginning.size());
   }
+  /// The number that is the whole text.
   template <class T>
   T number(const std::string& text, int base = 10) const {
-    const auto number = number_in<T>(text, base);
-    if (!number) reject("a number in place of \"" + core::printable(text, 100) + "\"");
-    return *number;
+    T number = 0;
+    const char* end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, number, base);
+    if (error == std::errc() && stop == end) return number;
+    reject("a number in place of \"" + core::printable(text, 100) + "\"");
   }
   [[noreturn]] void reject(const std::string& expected) const {
     core::fail<Error>("\"", core::printable(path_), "\", line ", line_, ": expected ", expected,

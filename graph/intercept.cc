@@ -55,12 +55,16 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&intercept_operator>());
 }
 
-InterceptScope::InterceptScope(OperatorInterceptor& interceptor)
+InterceptScope::InterceptScope(OperatorInterceptor& interceptor) : InterceptScope(&interceptor) {}
+
+InterceptScope::InterceptScope() : InterceptScope(nullptr) {}
+
+InterceptScope::InterceptScope(OperatorInterceptor* interceptor)
     : previous_(current_interceptor),
       previous_watcher_(
           std::exchange(at::functorch::functorchTLSAccessor(), std::make_unique<Watcher>())),
       include_(kKey) {
-  current_interceptor = &interceptor;
+  current_interceptor = interceptor;
 }
 
 InterceptScope::~InterceptScope() {

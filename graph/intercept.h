@@ -52,6 +52,8 @@ class OperatorInterceptor {
 class InterceptScope {
  public:
   explicit InterceptScope(OperatorInterceptor& interceptor);
+  /// While it lives, operators go to none: inside a `DeferredScope` tensors are made at once.
+  InterceptScope();
   ~InterceptScope();
   InterceptScope(const InterceptScope&) = delete;
   InterceptScope& operator=(const InterceptScope&) = delete;
@@ -61,6 +63,8 @@ class InterceptScope {
   void call_outer(const c10::OperatorHandle& op, torch::jit::Stack& stack) const;
 
  private:
+  explicit InterceptScope(OperatorInterceptor* interceptor);
+
   OperatorInterceptor* previous_;
   std::unique_ptr<at::functorch::FuncTorchTLSBase> previous_watcher_;
   c10::impl::IncludeDispatchKeyGuard include_;

@@ -63,10 +63,8 @@ std::vector<int> leading_to(const Graph& graph, const ConstantOperators& constan
   std::vector<int> operators;
   for (size_t i = graph.operators.size(); i-- > 0;) {
     const Operator& op = graph.operators[i];
-    bool needed = false;
-    for (ValueId id : op.results) {
-      needed = needed || (id != kUndefined && wanted[graph.values[id].alias_set]);
-    }
+    const auto is_wanted = [&](const Value& value) { return wanted[value.alias_set]; };
+    bool needed = any_result(graph, op, is_wanted);
     for (int alias_set : op.writes) needed = needed || wanted[alias_set];
     if (!needed || !constants.is_constant(i)) continue;
     operators.push_back(static_cast<int>(i));

@@ -53,27 +53,6 @@ Tensor& elementwise_out(Tensor& out, std::initializer_list<Tensor> inputs) {
 
 Tensor same_type(const Tensor& self) { return elementwise({self}, self.scalar_type()); }
 
-Tensor where(const Tensor& condition, const Tensor& self, const Tensor& other) {
-  return elementwise({condition, self, other}, at::result_type(self, other));
-}
-
-Tensor& unary_out(const Tensor& self, Tensor& out) { return elementwise_out(out, {self}); }
-
-Tensor& binary_out(const Tensor& self, const Tensor& other, Tensor& out) {
-  return elementwise_out(out, {self, other});
-}
-
-Tensor hardtanh(const Tensor& self, const at::Scalar&, const at::Scalar&) {
-  return same_type(self);
-}
-
-Tensor& nan_to_num_out(const Tensor& self, std::optional<double>, std::optional<double>,
-                       std::optional<double>, Tensor& out) {
-  return elementwise_out(out, {self});
-}
-
-Tensor isnan(const Tensor& self) { return elementwise({self}, at::kBool); }
-
 Tensor angle(const Tensor& self) {
   const auto type = c10::isIntegralType(self.scalar_type(), /*includeBool=*/true)
                         ? c10::typeMetaToScalarType(at::get_default_dtype())
@@ -82,17 +61,39 @@ Tensor angle(const Tensor& self) {
   return elementwise({self}, type);
 }
 
-Tensor floor_divide(const Tensor& self, const Tensor& other) {
-  return elementwise({self, other}, at::result_type(self, other));
-}
-
-Tensor prelu(const Tensor& self, const Tensor& weight) {
-  return elementwise({self, weight}, self.scalar_type());
-}
-
 std::tuple<Tensor, Tensor> log_sigmoid(const Tensor& self) {
   const Tensor result = at::empty_like(self, MemoryFormat::Contiguous);
   return {result, at::empty_like(result)};
+}
+
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("where.self", [](const Tensor& condition, const Tensor& self, const Tensor& other) {
+    return elementwise({condition, self, other}, at::result_type(self, other));
+  });
+  for (const char* name : {"relu", "hardswish"}) m.impl(name, &same_type);
+  for (const char* name : {"abs.out", "angle.out", "conj_physical.out", "logical_not.out"}) {
+    m.impl(name,
+           [](const Tensor& self, Tensor& out) -> Tensor& { return elementwise_out(out, {self}); });
+  }
+  for (const char* name : {"logical_and.out", "logical_or.out", "logical_xor.out"}) {
+    m.impl(name, [](const Tensor& self, const Tensor& other, Tensor& out) -> Tensor& {
+      return elementwise_out(out, {self, other});
+    });
+  }
+  m.impl("hardtanh",
+         [](const Tensor& self, const at::Scalar&, const at::Scalar&) { return same_type(self); });
+  m.impl("nan_to_num.out",
+         [](const Tensor& self, std::optional<double>, std::optional<double>, std::optional<double>,
+            Tensor& out) -> Tensor& { return elementwise_out(out, {self}); });
+  m.impl("isnan", [](const Tensor& self) { return elementwise({self}, at::kBool); });
+  m.impl("angle", &angle);
+  m.impl("floor_divide", [](const Tensor& self, const Tensor& other) {
+    return elementwise({self, other}, at::result_type(self, other));
+  });
+  m.impl("_prelu_kernel", [](const Tensor& self, const Tensor& weight) {
+    return elementwise({self, weight}, self.scalar_type());
+  });
+  m.impl("log_sigmoid_forward", &log_sigmoid);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -125,6 +126,13 @@ std::tuple<Tensor, Tensor> nll_loss2d(const Tensor& self, const Tensor&,
   return {at::empty({self.size(0), self.size(2), self.size(3)}, self.options()), total};
 }
 
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("huber_loss", &huber_loss);
+  m.impl("binary_cross_entropy", &binary_cross_entropy);
+  m.impl("multi_margin_loss", &multi_margin_loss);
+  m.impl("nll_loss2d_forward", &nll_loss2d);
+}
+
 // ---------------------------------------------------------------------------------------------
 // Reductions
 
@@ -137,21 +145,6 @@ std::tuple<Tensor, Tensor> spread_and_mean(const Tensor& self, OptionalIntArrayR
                                            const std::optional<at::Scalar>& correction,
                                            bool keepdim) {
   return {spread(self, dims, correction, keepdim), at::sum(self, dims, keepdim)};
-}
-
-Tensor prod(const Tensor& self, std::optional<at::ScalarType> type) { return at::sum(self, type); }
-
-Tensor nansum(const Tensor& self, OptionalIntArrayRef dims, bool keepdim,
-              std::optional<at::ScalarType> type) {
-  return at::sum(self, dims, keepdim, type);
-}
-
-Tensor trace(const Tensor& self) { return at::sum(self); }
-
-Tensor dot(const Tensor& self, const Tensor&) { return scalar_like(self); }
-
-Tensor count_nonzero(const Tensor& self, IntArrayRef dims) {
-  return at::sum(self, dims, /*keepdim=*/false, at::kLong);
 }
 
 std::tuple<Tensor&, Tensor&> values_of_dim(const Tensor& self, int64_t dim, bool keepdim,
@@ -167,6 +160,29 @@ std::tuple<Tensor&, Tensor&> kth_value_out(const Tensor& self, int64_t, int64_t 
   return values_of_dim(self, dim, keepdim, values, indices);
 }
 
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  for (const char* name : {"std.correction", "var.correction"}) m.impl(name, &spread);
+  for (const char* name : {"std_mean.correction", "var_mean.correction"}) {
+    m.impl(name, &spread_and_mean);
+  }
+  for (const char* name : {"max", "min", "median"}) m.impl(name, &scalar_like);
+  for (const char* name : {"dot", "vdot"}) {
+    m.impl(name, [](const Tensor& self, const Tensor&) { return scalar_like(self); });
+  }
+  m.impl("prod", [](const Tensor& self, std::optional<at::ScalarType> type) {
+    return at::sum(self, type);
+  });
+  m.impl("nansum",
+         [](const Tensor& self, OptionalIntArrayRef dims, bool keepdim,
+            std::optional<at::ScalarType> type) { return at::sum(self, dims, keepdim, type); });
+  m.impl("trace", [](const Tensor& self) { return at::sum(self); });
+  m.impl("count_nonzero.dim_IntList", [](const Tensor& self, IntArrayRef dims) {
+    return at::sum(self, dims, /*keepdim=*/false, at::kLong);
+  });
+  m.impl("kthvalue.values", &kth_value_out);
+  m.impl("median.dim_values", &values_of_dim);
+}
+
 // ---------------------------------------------------------------------------------------------
 // Moving elements
 
@@ -175,10 +191,6 @@ Tensor index_select(const Tensor& self, int64_t dim, const Tensor& index) {
   auto sizes = self.sizes().vec();
   sizes[at::maybe_wrap_dim(dim, self.dim())] = index.numel();
   return at::empty(sizes, self.options());
-}
-
-Tensor flip(const Tensor& self, IntArrayRef) {
-  return at::empty_like(self, MemoryFormat::Preserve);
 }
 
 Tensor roll(const Tensor& self, IntArrayRef shifts, IntArrayRef dims) {
@@ -194,32 +206,15 @@ Tensor roll(const Tensor& self, IntArrayRef shifts, IntArrayRef dims) {
   return result;
 }
 
-Tensor channel_shuffle(const Tensor& self, int64_t) {
-  return at::empty_like(self, self.suggest_memory_format());
-}
-
-/// Matrices in columns, as LAPACK has them. Zeros have no such factor.
-Tensor cholesky(const Tensor& self, bool) {
-  return at::empty(self.sizes(), self.options()).transpose(-2, -1);
-}
-
 /// Elements to take, as many as the caller says; else it depends on data.
 Tensor repeat_interleave(const Tensor& repeats, std::optional<int64_t> output_size) {
   TORCH_CHECK(output_size, "repeat_interleave(): the result's size depends on data");
   return at::empty({*output_size}, repeats.options());
 }
 
-Tensor take(const Tensor& self, const Tensor& index) {
-  return at::empty(index.sizes(), self.options());
-}
-
 Tensor searchsorted(const Tensor&, const Tensor& values, bool out_int32, bool,
                     std::optional<std::string_view>, const std::optional<Tensor>&) {
   return at::empty(values.sizes(), values.options().dtype(out_int32 ? at::kInt : at::kLong));
-}
-
-Tensor bucketize(const Tensor& self, const Tensor&, bool out_int32, bool) {
-  return at::empty(self.sizes(), self.options().dtype(out_int32 ? at::kInt : at::kLong));
 }
 
 /// There are as many segments as lengths, or one less than offsets. libtorch checks that they add
@@ -234,6 +229,30 @@ Tensor segment_reduce(const Tensor& data, std::string_view, const std::optional<
   std::vector<int64_t> sizes = data.sizes().vec();
   sizes[axis] = has_lengths ? lengths->size(axis) : offsets->size(axis) - 1;
   return at::empty(sizes, data.options());
+}
+
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("index_select", &index_select);
+  m.impl("flip", [](const Tensor& self, IntArrayRef) {
+    return at::empty_like(self, MemoryFormat::Preserve);
+  });
+  m.impl("roll", &roll);
+  m.impl("channel_shuffle", [](const Tensor& self, int64_t) {
+    return at::empty_like(self, self.suggest_memory_format());
+  });
+  // Matrices in columns, as LAPACK has them. Zeros have no such factor.
+  m.impl("cholesky", [](const Tensor& self, bool) {
+    return at::empty(self.sizes(), self.options()).transpose(-2, -1);
+  });
+  m.impl("repeat_interleave.Tensor", &repeat_interleave);
+  m.impl("take", [](const Tensor& self, const Tensor& index) {
+    return at::empty(index.sizes(), self.options());
+  });
+  m.impl("searchsorted.Tensor", &searchsorted);
+  m.impl("bucketize.Tensor", [](const Tensor& self, const Tensor&, bool out_int32, bool) {
+    return at::empty(self.sizes(), self.options().dtype(out_int32 ? at::kInt : at::kLong));
+  });
+  m.impl("segment_reduce", &segment_reduce);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -346,51 +365,6 @@ Tensor grid_sampler(const Tensor& input, const Tensor& grid, int64_t, int64_t, b
 }
 
 TORCH_LIBRARY_IMPL(aten, Meta, m) {
-  m.impl("where.self", &where);
-  for (const char* name : {"relu", "hardswish"}) m.impl(name, &same_type);
-  for (const char* name : {"abs.out", "angle.out", "conj_physical.out", "logical_not.out"}) {
-    m.impl(name, &unary_out);
-  }
-  for (const char* name : {"logical_and.out", "logical_or.out", "logical_xor.out"}) {
-    m.impl(name, &binary_out);
-  }
-  m.impl("hardtanh", &hardtanh);
-  m.impl("nan_to_num.out", &nan_to_num_out);
-  m.impl("isnan", &isnan);
-  m.impl("angle", &angle);
-  m.impl("floor_divide", &floor_divide);
-  m.impl("_prelu_kernel", &prelu);
-  m.impl("log_sigmoid_forward", &log_sigmoid);
-
-  m.impl("huber_loss", &huber_loss);
-  m.impl("binary_cross_entropy", &binary_cross_entropy);
-  m.impl("multi_margin_loss", &multi_margin_loss);
-  m.impl("nll_loss2d_forward", &nll_loss2d);
-
-  for (const char* name : {"std.correction", "var.correction"}) m.impl(name, &spread);
-  for (const char* name : {"std_mean.correction", "var_mean.correction"}) {
-    m.impl(name, &spread_and_mean);
-  }
-  for (const char* name : {"max", "min", "median"}) m.impl(name, &scalar_like);
-  for (const char* name : {"dot", "vdot"}) m.impl(name, &dot);
-  m.impl("prod", &prod);
-  m.impl("nansum", &nansum);
-  m.impl("trace", &trace);
-  m.impl("count_nonzero.dim_IntList", &count_nonzero);
-  m.impl("kthvalue.values", &kth_value_out);
-  m.impl("median.dim_values", &values_of_dim);
-
-  m.impl("index_select", &index_select);
-  m.impl("flip", &flip);
-  m.impl("roll", &roll);
-  m.impl("channel_shuffle", &channel_shuffle);
-  m.impl("cholesky", &cholesky);
-  m.impl("repeat_interleave.Tensor", &repeat_interleave);
-  m.impl("take", &take);
-  m.impl("searchsorted.Tensor", &searchsorted);
-  m.impl("bucketize.Tensor", &bucketize);
-  m.impl("segment_reduce", &segment_reduce);
-
   m.impl("convolution_overrideable", &convolution);
   m.impl("native_batch_norm", &batch_norm);
   m.impl("native_layer_norm", &layer_norm);

@@ -7,7 +7,7 @@
 
 namespace smp::graph {
 
-/// The module that runs, as code on this thread says it that knows. Elsewhere the recorder takes
+/// The module that runs, as code on this thread says it that knows. Elsewhere the capture takes
 /// the module of the parameter that was read last.
 struct RunningModule {
   std::string path;  ///< dotted, from the module that `parameter_name` starts from

@@ -1,64 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "graph/operator_traits.h"
 
+#include <ATen/autocast_mode.h>
+#include <ATen/core/jit_type.h>
+
 #include <algorithm>
-#include <unordered_map>
+#include <map>
+#include <string>
+#include <unordered_set>
 
 #include "graph/random.h"
 
 namespace smp::graph {
 namespace {
 
-const std::unordered_map<std::string, OperatorTrait>& table() {
+/// The operators of each trait, which have one at the most.
+const std::map<OperatorTrait, std::unordered_set<std::string>>& table() {
   using Trait = OperatorTrait;
-  static const std::unordered_map<std::string, Trait> traits = {
-      {"aten::_batch_norm_impl_index", Trait::kUpdatesStatistics},
-      {"aten::_has_compatible_shallow_copy_type", Trait::kReplacesStorage},
-      {"aten::batch_norm", Trait::kUpdatesStatistics},
-      {"aten::batch_norm_gather_stats", Trait::kUpdatesStatistics},
-      {"aten::batch_norm_gather_stats_with_counts", Trait::kUpdatesStatistics},
-      {"aten::batch_norm_update_stats", Trait::kUpdatesStatistics},
-      {"aten::can_cast", Trait::kReadsMetadata},
-      {"aten::cudnn_batch_norm", Trait::kUpdatesStatistics},
-      {"aten::cudnn_is_acceptable", Trait::kReadsMetadata},
-      {"aten::detach", Trait::kCutsHistory},
-      {"aten::detach_", Trait::kCutsHistory},
-      {"aten::empty", Trait::kLeavesUninitialised},
-      {"aten::empty_like", Trait::kLeavesUninitialised},
-      {"aten::empty_permuted", Trait::kLeavesUninitialised},
-      {"aten::empty_quantized", Trait::kLeavesUninitialised},
-      {"aten::empty_strided", Trait::kLeavesUninitialised},
-      {"aten::group_norm", Trait::kLaysOutByDevice},
-      {"aten::instance_norm", Trait::kUpdatesStatistics},
-      {"aten::is_complex", Trait::kReadsMetadata},
-      {"aten::is_floating_point", Trait::kReadsMetadata},
-      {"aten::is_inference", Trait::kReadsMetadata},
-      {"aten::is_same_size", Trait::kReadsMetadata},
-      {"aten::is_signed", Trait::kReadsMetadata},
-      {"aten::max_pool1d", Trait::kLaysOutByDevice},
-      {"aten::miopen_batch_norm", Trait::kUpdatesStatistics},
-      {"aten::native_batch_norm", Trait::kUpdatesStatistics},
-      {"aten::new_empty", Trait::kLeavesUninitialised},
-      {"aten::new_empty_strided", Trait::kLeavesUninitialised},
-      {"aten::pad", Trait::kLaysOutByDevice},
-      {"aten::pixel_shuffle", Trait::kLaysOutByDevice},
-      {"aten::pixel_unshuffle", Trait::kLaysOutByDevice},
-      {"aten::promote_types", Trait::kReadsMetadata},
-      {"aten::reflection_pad3d", Trait::kLaysOutByDevice},
-      {"aten::resize_", Trait::kReplacesStorage},
-      {"aten::resize_as_", Trait::kReplacesStorage},
-      {"aten::result_type", Trait::kReadsMetadata},
-      {"aten::scaled_dot_product_attention", Trait::kLaysOutByDevice},
-      {"aten::set_", Trait::kReplacesStorage},
-      {"aten::size", Trait::kReadsMetadata},
-      {"aten::stride", Trait::kReadsMetadata},
-      {"aten::sym_numel", Trait::kReadsMetadata},
-      {"aten::sym_size", Trait::kReadsMetadata},
-      {"aten::sym_stride", Trait::kReadsMetadata},
-      {"aten::variable_data", Trait::kCutsHistory},
-      {"smp::requires_grad", Trait::kCutsHistory},
-  };
-  return traits;
+  static const std::map<Trait, std::unordered_set<std::string>> operators = {
+      {Trait::kReadsMetadata,
+       {"aten::can_cast", "aten::cudnn_is_acceptable", "aten::is_complex",
+        "aten::is_floating_point", "aten::is_inference", "aten::is_same_size", "aten::is_signed",
+        "aten::promote_types", "aten::result_type", "aten::size", "aten::stride", "aten::sym_numel",
+        "aten::sym_size", "aten::sym_stride"}},
+      {Trait::kUpdatesStatistics,
+       {"aten::_batch_norm_impl_index", "aten::batch_norm", "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_update_stats",
+        "aten::cudnn_batch_norm", "aten::instance_norm", "aten::miopen_batch_norm",
+        "aten::native_batch_norm"}},
+      {Trait::kReplacesStorage,
+       {"aten::_has_compatible_shallow_copy_type", "aten::resize_", "aten::resize_as_",
+        "aten::set_"}},
+      {Trait::kLeavesUninitialised,
+       {"aten::empty", "aten::empty_like", "aten::empty_permuted", "aten::empty_quantized",
+        "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}},
+      {Trait::kCutsHistory,
+       {"aten::detach", "aten::detach_", "aten::variable_data", "smp::requires_grad"}},
+      {Trait::kLaysOutByDevice,
+       {"aten::group_norm", "aten::max_pool1d", "aten::pad", "aten::pixel_shuffle",
+        "aten::pixel_unshuffle", "aten::reflection_pad3d", "aten::scaled_dot_product_attention"}}};
+  return operators;
 }
 
 bool is_tensor_type(const c10::TypePtr& type) {
@@ -69,8 +50,7 @@ bool is_tensor_type(const c10::TypePtr& type) {
 }  // namespace
 
 bool has_trait(const std::string& name, OperatorTrait trait) {
-  const auto found = table().find(name);
-  return found != table().end() && found->second == trait;
+  return table().at(trait).count(name) > 0;
 }
 
 bool returns_host_value(const c10::FunctionSchema& schema) {
@@ -82,17 +62,24 @@ bool returns_host_value(const c10::FunctionSchema& schema) {
 
 bool has_tensor_argument(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
-    auto type = argument.type();
-    if (type->kind() == c10::TypeKind::OptionalType) {
-      type = type->expectRef<c10::OptionalType>().getElementType();
-    }
-    if (is_tensor_type(type)) return true;
+    if (is_tensor_type(without_optional(argument.type()))) return true;
   }
   return false;
 }
 
 bool host_may_write(const c10::OperatorHandle& op) {
   return !is_random(op) && !has_tensor_argument(op.schema());
+}
+
+bool concerns_autocast(const c10::OperatorHandle& op, at::DeviceType type) {
+  return op.hasKernelForDispatchKey(
+             at::autocast::get_autocast_dispatch_key_from_device_type(type)) ||
+         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+}
+
+c10::TypePtr without_optional(const c10::TypePtr& type) {
+  const auto* optional = type->castRaw<c10::OptionalType>();
+  return optional == nullptr ? type : optional->getElementType();
 }
 
 int storage_offset_argument(const c10::FunctionSchema& schema) {

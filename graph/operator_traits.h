@@ -38,6 +38,13 @@ bool has_tensor_argument(const c10::FunctionSchema& schema);
 /// host code may be about to fill them (`torch::tensor(vector)`, an accessor).
 bool host_may_write(const c10::OperatorHandle& op);
 
+/// Whether autocast of a kind of device has something to say about an operator, or about one that
+/// it is made of.
+bool concerns_autocast(const c10::OperatorHandle& op, at::DeviceType type);
+
+/// A type, or that of which it is the optional one.
+c10::TypePtr without_optional(const c10::TypePtr& type);
+
 /// The position of an argument that counts elements from the start of a tensor's storage
 /// (`as_strided`), or -1.
 int storage_offset_argument(const c10::FunctionSchema& schema);

@@ -92,7 +92,7 @@ class SavedStorages {
       if (now.tensor > expected.tensor || now.storage > expected.storage) saved.insert(set);
     }
     for (ValueId id : op.results) {
-      if (id == kUndefined || shares(graph, id)) continue;
+      if (id == kUndefined || lies_on_argument(graph, op, id)) continue;
       if (references(environment[id]).storage > results_in(graph, op, id)) {
         saved.insert(graph.values[id].alias_set);
       }
@@ -108,12 +108,6 @@ class SavedStorages {
   static References references(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.has_storage()) return {};
     return {tensor.use_count(), tensor.storage().use_count()};
-  }
-
-  bool shares(const Graph& graph, ValueId result) const {
-    return std::any_of(arguments_.begin(), arguments_.end(), [&](ValueId id) {
-      return graph.values[id].alias_set == graph.values[result].alias_set;
-    });
   }
 
   static size_t results_in(const Graph& graph, const Operator& op, ValueId result) {

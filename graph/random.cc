@@ -20,19 +20,17 @@ uint64_t mix(uint64_t state) {
   return state ^ (state >> 31);
 }
 
-/// Restores the state of a device's default generator at the end.
-class RestoredGenerator {
+/// Seeds a device's default generator, and restores its state at the end.
+class SeededGenerator {
  public:
-  explicit RestoredGenerator(at::Generator generator)
-      : generator_(std::move(generator)), saved_(generator_.clone()) {}
-  ~RestoredGenerator() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(saved_.get_state());
-  }
-
-  void seed(uint64_t seed) {
+  SeededGenerator(at::Generator generator, uint64_t seed)
+      : generator_(std::move(generator)), saved_(generator_.clone()) {
     const std::lock_guard lock(generator_.mutex());
     generator_.set_current_seed(seed);
+  }
+  ~SeededGenerator() {
+    const std::lock_guard lock(generator_.mutex());
+    generator_.set_state(saved_.get_state());
   }
 
  private:
@@ -67,8 +65,7 @@ void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64
     return;
   }
   const auto lock = lock_generators();
-  RestoredGenerator other(at::globalContext().defaultGenerator(*device));
-  other.seed(seed);
+  const SeededGenerator other(at::globalContext().defaultGenerator(*device), seed);
   op.callBoxed(stack);
 }
 

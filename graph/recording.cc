@@ -84,14 +84,6 @@ void call_again(const DeferredOperator& op, torch::jit::Stack& stack) {
 
 }  // namespace
 
-at::Tensor tensor_on(c10::Storage storage, const TensorMeta& meta, int64_t offset) {
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
-      c10::scalarTypeToTypeMeta(meta.dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides, offset);
-  return tensor;
-}
-
 std::pair<std::shared_ptr<Recording>, int> recording_of(const at::Tensor& tensor) {
   const Mark* mark = mark_of(tensor);
   if (mark == nullptr) return {nullptr, -1};

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "graph/shapes.h"
 
 namespace smp::graph {
 
@@ -109,9 +110,6 @@ class Recording : public std::enable_shared_from_this<Recording> {
   std::mutex maker_mutex_;
   std::weak_ptr<const void> maker_;
 };
-
-/// A CPU tensor on `storage`.
-at::Tensor tensor_on(c10::Storage storage, const TensorMeta& meta, int64_t offset);
 
 /// The recording that the tensor's storage belongs to and its number there; null and -1 for a
 /// tensor that has data, or never had any.

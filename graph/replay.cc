@@ -126,13 +126,9 @@ bool computes(const Graph& graph, int index, size_t number) {
   const std::string name = op.name();
   if (has_trait(name, OperatorTrait::kLeavesUninitialised)) return false;
   if (has_trait(name, OperatorTrait::kReplacesStorage)) return false;
-  const int alias_set = graph.values[op.results[number]].alias_set;
-  if (alias_set < 0) return true;
-  if (std::find(op.writes.begin(), op.writes.end(), alias_set) != op.writes.end()) return true;
-  bool is_view = false;
-  for_each_argument(
-      op, [&](ValueId argument) { is_view |= graph.values[argument].alias_set == alias_set; });
-  return !is_view;
+  const ValueId result = op.results[number];
+  return graph.values[result].alias_set < 0 || writes_to(graph, op, result) ||
+         !lies_on_argument(graph, op, result);
 }
 
 /// While it lives, libtorch's cache of autocast's casts keeps those of a run. The cache belongs to
@@ -205,20 +201,14 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
     const auto use = [&](ValueId id) { last_use[id] = instructions_.size(); };
     for_each_argument(op, use);
     for_each_result(op, use);
-    instructions_.push_back({op.handle,
+    instructions_.push_back({op,
                              index,
-                             op.arguments,
-                             op.results,
-                             op.list_lengths,
-                             op.mode,
-                             op.random_ordinal,
                              autocast[index],
                              {},
                              graph.makes_literal(op) ? op.results[0] : kUndefined,
                              recorded_results(graph, op),
                              is_leaf(op.handle),
                              has_written_results(op.handle),
-                             op.scope,
                              {},
                              {},
                              false});
@@ -272,8 +262,8 @@ void Segment::Run::execute(const Instruction& instruction, Environment& environm
                            const RandomKey& key) {
   segment_.execute(instruction, environment, key);
   if (observer_ == nullptr || instruction.literal != kUndefined) return;
-  for (size_t i = 0; i < instruction.results.size(); ++i) {
-    const ValueId id = instruction.results[i];
+  for (size_t i = 0; i < instruction.op.results.size(); ++i) {
+    const ValueId id = instruction.op.results[i];
     if (id == kUndefined || !environment[id].defined()) continue;
     (*observer_)(instruction.operator_index, i, environment[id]);
   }
@@ -322,7 +312,7 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
                       const RandomKey& key) {
   if (instruction.literal != kUndefined) return;  // its content is in the environment
   std::optional<ModeScope> mode;
-  if (!instruction.mode.runs_like(ExecutionMode::current())) mode.emplace(instruction.mode);
+  if (!instruction.op.mode.runs_like(ExecutionMode::current())) mode.emplace(instruction.op.mode);
   stack_.clear();
   push_arguments(instruction, environment);
   const auto call = [&] {
@@ -330,15 +320,15 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
     if (!instruction.weights.empty() && casts_of_weights_.are_shared()) {
       casts.emplace(casts_of_weights_, weights_of(instruction, environment));
     }
-    if (instruction.random_ordinal >= 0) {
-      call_keyed(instruction.handle, stack_, key, instruction.random_ordinal);
+    if (instruction.op.random_ordinal >= 0) {
+      call_keyed(instruction.op.handle, stack_, key, instruction.op.random_ordinal);
     } else {
-      instruction.handle.callBoxed(stack_);
+      instruction.op.handle.callBoxed(stack_);
     }
   };
   try {
     if (instruction.has_written_results) {
-      call_for_results(instruction.handle, stack_, call);
+      call_for_results(instruction.op.handle, stack_, call);
     } else {
       call();
     }
@@ -347,7 +337,7 @@ void Segment::execute(const Instruction& instruction, Environment& environment,
     throw;
   }
   if (instruction.is_leaf) {
-    check_leaf_results(*leaf_call(instruction.arguments[0].constant), instruction.recorded,
+    check_leaf_results(*leaf_call(instruction.op.arguments[0].constant), instruction.recorded,
                        stack_.back().toTensorVector());
   }
   pop_results(instruction, environment);
@@ -385,7 +375,7 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
   const auto tensor = [&](ValueId id) {
     return id == kUndefined ? at::Tensor() : for_scope(instruction.autocast_scope, environment[id]);
   };
-  for (const Argument& argument : instruction.arguments) {
+  for (const Argument& argument : instruction.op.arguments) {
     stack_.push_back(to_ivalue(argument, tensor));
   }
 }
@@ -393,9 +383,9 @@ void Segment::push_arguments(const Instruction& instruction, const Environment& 
 /// "operator 3 (aten::add), in or after module "net.fc"", for errors.
 std::string Segment::text_of(const Instruction& instruction) {
   const std::string module =
-      instruction.scope.empty() ? "" : ", in or after module \"" + instruction.scope + "\"";
-  return c10::str("operator ", instruction.operator_index, " (", instruction.handle.schema().name(),
-                  ")", module);
+      instruction.op.scope.empty() ? "" : ", in or after module \"" + instruction.op.scope + "\"";
+  return c10::str("operator ", instruction.operator_index, " (",
+                  instruction.op.handle.schema().name(), ")", module);
 }
 
 /// The program's use of a size or a type is part of the graph, so they must be those recorded.
@@ -419,11 +409,11 @@ void Segment::check_result(const Instruction& instruction, size_t index,
 void Segment::pop_results(const Instruction& instruction, Environment& environment) {
   size_t next = 0;
   const auto store = [&](at::Tensor tensor) {
-    SMP_INTERNAL_ASSERT(next < instruction.results.size(), "operator ",
-                        instruction.handle.schema().name(), " returned more tensors than the ",
-                        instruction.results.size(), " that were recorded");
+    SMP_INTERNAL_ASSERT(next < instruction.op.results.size(), "operator ",
+                        instruction.op.handle.schema().name(), " returned more tensors than the ",
+                        instruction.op.results.size(), " that were recorded");
     check_result(instruction, next, tensor);
-    const ValueId id = instruction.results[next++];
+    const ValueId id = instruction.op.results[next++];
     if (id != kUndefined) environment[id] = std::move(tensor);
   };
   for (c10::IValue& value : stack_) {
@@ -433,9 +423,9 @@ void Segment::pop_results(const Instruction& instruction, Environment& environme
       store(std::move(value).toTensor());
     }
   }
-  SMP_INTERNAL_ASSERT(next == instruction.results.size(), "operator ",
-                      instruction.handle.schema().name(), " returned ", next, " tensors where ",
-                      instruction.results.size(), " were recorded");
+  SMP_INTERNAL_ASSERT(next == instruction.op.results.size(), "operator ",
+                      instruction.op.handle.schema().name(), " returned ", next, " tensors where ",
+                      instruction.op.results.size(), " were recorded");
   stack_.clear();
 }
 
@@ -447,7 +437,7 @@ void Segment::apply(const std::vector<ConstantOverride>& changes) {
                            return instruction.operator_index < index;
                          });
     if (found != instructions_.end() && found->operator_index == change.operator_index) {
-      found->arguments[change.argument].constant = change.value;
+      found->op.arguments[change.argument].constant = change.value;
     }
   }
 }

@@ -92,20 +92,14 @@ class Segment {
 
  private:
   struct Instruction {
-    c10::OperatorHandle handle;
+    Operator op;  // its constants are those of the run
     int operator_index;
-    std::vector<Argument> arguments;
-    c10::SmallVector<ValueId, 2> results;
-    c10::SmallVector<int, 2> list_lengths;
-    ExecutionMode mode;
-    int random_ordinal;
     int autocast_scope;                            // -1: none
     std::vector<std::pair<ValueId, int>> weights;  // arguments to cast, and their alias sets
     ValueId literal;  // instead of running: the literal's value; else -1
     std::vector<std::optional<TensorMeta>> recorded;  // results; nothing where undefined
     bool is_leaf;
     bool has_written_results;
-    std::string scope;
     c10::SmallVector<ValueId, 4> dead;  // released afterwards
     std::vector<ValueId> moves;         // values that move to memory of their own before
     bool is_resident = false;           // concerns the residency

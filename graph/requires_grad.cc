@@ -24,14 +24,6 @@ ValueId argument_that_is(const Operator& op, ValueId value) {
   return found;
 }
 
-bool shares_memory_with_an_argument(const Graph& graph, const Operator& op, ValueId value) {
-  bool found = false;
-  for_each_argument(op, [&](ValueId argument) {
-    found |= graph.values[argument].alias_set == graph.values[value].alias_set;
-  });
-  return found;
-}
-
 }  // namespace
 
 bool result_requires_grad(const Graph& graph, const Operator& op) {
@@ -59,7 +51,7 @@ bool is_view(const Graph& graph, ValueId value) {
     const Operator& op = graph.operators[graph.values[value].producer];
     if (cuts_history(op)) return false;
     const ValueId before = argument_that_is(op, value);
-    if (before == kUndefined) return shares_memory_with_an_argument(graph, op, value);
+    if (before == kUndefined) return lies_on_argument(graph, op, value);
     value = before;
   }
   return false;

@@ -15,12 +15,14 @@
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <type_traits>
 #include <utility>
 
 #include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
 #include "core/text.h"
+#include "graph/content.h"
 
 namespace smp::graph {
 namespace {
@@ -118,41 +120,51 @@ Json argument_to_json(const Operator& op, size_t index) {
   return {{"constant", std::move(constant)}};
 }
 
+/// Calls `visit(name, member)` for each setting of a mode, under its name in a file.
+template <class Visitor>
+void for_each_setting(const Visitor& visit) {
+  visit("grad", &ExecutionMode::grad);
+  visit("inference", &ExecutionMode::inference);
+  visit("below_autograd", &ExecutionMode::below_autograd);
+  visit("below_views", &ExecutionMode::below_views);
+  visit("autocast_cpu", &ExecutionMode::autocast_cpu);
+  visit("autocast_accelerator", &ExecutionMode::autocast_accelerator);
+  visit("autocast_cpu_dtype", &ExecutionMode::autocast_cpu_dtype);
+  visit("autocast_accelerator_dtype", &ExecutionMode::autocast_accelerator_dtype);
+  visit("autocast_cache", &ExecutionMode::autocast_cache);
+  visit("default_dtype", &ExecutionMode::default_dtype);
+  visit("after_backward", &ExecutionMode::after_backward);
+  visit("partition", &ExecutionMode::partition);
+}
+
 /// Only the differences from the default mode.
 Json mode_to_json(const ExecutionMode& mode) {
   const ExecutionMode usual;
   Json result = Json::object();
-  const auto note = [&](const char* name, const auto& value, const auto& usually) {
-    if (value != usually) result[name] = value;
-  };
-  note("grad", mode.grad, usual.grad);
-  note("inference", mode.inference, usual.inference);
-  note("below_autograd", mode.below_autograd, usual.below_autograd);
-  note("below_views", mode.below_views, usual.below_views);
-  note("autocast_cpu", mode.autocast_cpu, usual.autocast_cpu);
-  note("autocast_accelerator", mode.autocast_accelerator, usual.autocast_accelerator);
-  note("autocast_cpu_dtype", std::string(c10::toString(mode.autocast_cpu_dtype)),
-       c10::toString(usual.autocast_cpu_dtype));
-  note("autocast_accelerator_dtype", std::string(c10::toString(mode.autocast_accelerator_dtype)),
-       c10::toString(usual.autocast_accelerator_dtype));
-  note("autocast_cache", mode.autocast_cache, usual.autocast_cache);
-  note("default_dtype", std::string(c10::toString(mode.default_dtype)),
-       c10::toString(usual.default_dtype));
-  note("after_backward", mode.after_backward, usual.after_backward);
-  note("partition", mode.partition, usual.partition);
+  for_each_setting([&](const char* name, const auto member) {
+    const auto value = mode.*member;
+    if (value == usual.*member) return;
+    if constexpr (std::is_same_v<decltype(value), const at::ScalarType>) {
+      result[name] = c10::toString(value);
+    } else {
+      result[name] = value;
+    }
+  });
   return result;
 }
 
 Json to_json(const Value& value) {
-  return {{"kind", to_string(value.kind)},
-          {"name", value.name},
-          {"dtype", c10::toString(value.meta.dtype)},
-          {"sizes", array(value.meta.sizes)},
-          {"strides", array(value.meta.strides)},
-          {"device", value.meta.device.str()},
-          {"requires_grad", value.meta.requires_grad},
-          {"producer", value.producer},
-          {"alias_set", value.alias_set}};
+  Json result = {{"kind", to_string(value.kind)},
+                 {"name", value.name},
+                 {"dtype", c10::toString(value.meta.dtype)},
+                 {"sizes", array(value.meta.sizes)},
+                 {"strides", array(value.meta.strides)},
+                 {"device", value.meta.device.str()},
+                 {"requires_grad", value.meta.requires_grad},
+                 {"producer", value.producer},
+                 {"alias_set", value.alias_set}};
+  if (is_wrapped_number(value.content)) result["number"] = constant_to_json(value.content.item());
+  return result;
 }
 
 Json to_json(const Operator& op, int schema) {
@@ -204,15 +216,15 @@ class GraphReader {
   }
 
   Graph run() && {
-    for_each(root_.at("values"), [&](const JsonReader& in) { graph_.values.push_back(value(in)); });
-    for_each(root_.at("schemas"), [&](const JsonReader& in) { schemas_.push_back(schema(in)); });
-    for_each(root_.at("operators"), [&](const JsonReader& in) { add_operator(in); });
-    for_each(root_.at("inputs"), [&](const JsonReader& in) { graph_.inputs.push_back(id(in)); });
-    for_each(root_.at("outputs"), [&](const JsonReader& in) { graph_.outputs.push_back(id(in)); });
-    for_each(root_.at("roots"), [&](const JsonReader& in) {
+    for (const JsonReader& in : root_.at("values").elements()) graph_.values.push_back(value(in));
+    for (const JsonReader& in : root_.at("schemas").elements()) schemas_.push_back(schema(in));
+    for (const JsonReader& in : root_.at("operators").elements()) add_operator(in);
+    for (const JsonReader& in : root_.at("inputs").elements()) graph_.inputs.push_back(id(in));
+    for (const JsonReader& in : root_.at("outputs").elements()) graph_.outputs.push_back(id(in));
+    for (const JsonReader& in : root_.at("roots").elements()) {
       graph_.roots.push_back(
           {defined_id(in.at("value")), id(in.at("gradient")), mode(in.at("mode"))});
-    });
+    }
     check_producers();
     const JsonReader fingerprint = root_.at("fingerprint");
     if (fingerprint.text() != fingerprint_text(graph_)) {
@@ -227,17 +239,12 @@ class GraphReader {
  private:
   static constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();
 
-  template <class Visitor>
-  static void for_each(const JsonReader& array, const Visitor& visit) {
-    for (size_t i = 0; i < array.size(); ++i) visit(array.at(i));
-  }
-
   template <class Vector>
   static Vector integers(const JsonReader& array, int64_t minimum, int64_t maximum) {
     Vector result;
-    for_each(array, [&](const JsonReader& in) {
+    for (const JsonReader& in : array.elements()) {
       result.push_back(static_cast<typename Vector::value_type>(in.integer(minimum, maximum)));
-    });
+    }
     return result;
   }
 
@@ -308,6 +315,19 @@ class GraphReader {
     return name;
   }
 
+  static at::Tensor wrapped(const JsonReader& in, const TensorMeta& meta) {
+    const c10::IValue number = constant(in);
+    const bool is_number = number.isScalar() && meta.sizes.empty() && meta.device.is_cpu();
+    in.expect(is_number, "the number of a tensor of the CPU without dimensions");
+    try {
+      const at::Tensor made = wrapped_number(number.toScalar()), typed = made.to(meta.dtype);
+      stay_wrapped_number(made, typed);
+      return typed;
+    } catch (const c10::Error&) {
+      in.fail_expected("a number of the tensor's type");
+    }
+  }
+
   Value value(const JsonReader& in) const {
     Value value;
     value.kind = kind(in.at("kind"));
@@ -324,6 +344,7 @@ class GraphReader {
     value.meta.requires_grad = in.at("requires_grad").boolean();
     value.producer = static_cast<int>(in.at("producer").integer(-1, operator_count_ - 1));
     value.alias_set = static_cast<int>(in.at("alias_set").integer(0, graph_.alias_sets - 1));
+    if (const auto number = in.find("number")) value.content = wrapped(*number, value.meta);
     return value;
   }
 
@@ -392,8 +413,8 @@ class GraphReader {
       return c10::complex<double>(number(parts->at(0)), number(parts->at(1)));
     }
     c10::impl::GenericList list(element_type(in.at("list")));
-    for_each(in.at("elements"),
-             [&](const JsonReader& element) { list.push_back(constant(element)); });
+    for (const JsonReader& element : in.at("elements").elements())
+      list.push_back(constant(element));
     return list;
   }
 
@@ -415,31 +436,17 @@ class GraphReader {
     return result;
   }
 
+  static void read(const JsonReader& in, bool& flag) { flag = in.boolean(); }
+  static void read(const JsonReader& in, at::ScalarType& type) { type = dtype(in); }
+  static void read(const JsonReader& in, int& count) {
+    count = static_cast<int>(in.integer(0, kMaxCount));
+  }
+
   static ExecutionMode mode(const JsonReader& in) {
     ExecutionMode mode;
-    const auto read_flag = [&](const char* name, bool& flag) {
-      if (const auto member = in.find(name)) flag = member->boolean();
-    };
-    const auto read_dtype = [&](const char* name, at::ScalarType& type) {
-      if (const auto member = in.find(name)) type = dtype(*member);
-    };
-    read_flag("grad", mode.grad);
-    read_flag("inference", mode.inference);
-    read_flag("below_autograd", mode.below_autograd);
-    read_flag("below_views", mode.below_views);
-    read_flag("autocast_cpu", mode.autocast_cpu);
-    read_flag("autocast_accelerator", mode.autocast_accelerator);
-    read_dtype("autocast_cpu_dtype", mode.autocast_cpu_dtype);
-    read_dtype("autocast_accelerator_dtype", mode.autocast_accelerator_dtype);
-    read_flag("autocast_cache", mode.autocast_cache);
-    read_dtype("default_dtype", mode.default_dtype);
-    const auto read_count = [&](const char* name, int& count) {
-      if (const auto member = in.find(name)) {
-        count = static_cast<int>(member->integer(0, kMaxCount));
-      }
-    };
-    read_count("after_backward", mode.after_backward);
-    read_count("partition", mode.partition);
+    for_each_setting([&](const char* name, const auto member) {
+      if (const auto setting = in.find(name)) read(*setting, mode.*member);
+    });
     return mode;
   }
 
@@ -462,7 +469,7 @@ class GraphReader {
     const int64_t last_schema = static_cast<int64_t>(schemas_.size()) - 1;
     Operator op(schemas_[in.at("schema").integer(0, last_schema)]);
     const JsonReader arguments = in.at("arguments");
-    for_each(arguments, [&](const JsonReader& a) { op.arguments.push_back(argument(a)); });
+    for (const JsonReader& a : arguments.elements()) op.arguments.push_back(argument(a));
     const size_t expected = op.handle.schema().arguments().size();
     if (op.arguments.size() != expected) {
       arguments.fail(c10::str("operator ", op.name(), " has ", expected,

@@ -18,7 +18,7 @@ struct SavedGraph {
 
 /// The graph as JSON: everything that planning and printing need. The contents of constants and
 /// literals are left out (their shapes, and so their bytes, are kept), so a graph that was read
-/// back can be planned but not replayed.
+/// back can be planned but not replayed; but for wrapped numbers, which decide types.
 ///
 /// One value or operator a line. Costs and the optimizer's state may be changed by hand; everything
 /// else is protected by the graph's fingerprint. Throws `CaptureError` for a constant argument of a

@@ -15,6 +15,7 @@
 #include "graph/content.h"
 #include "graph/operator_traits.h"
 #include "graph/random.h"
+#include "graph/stack_tensors.h"
 #include "graph/storage.h"
 
 namespace smp::graph {
@@ -84,10 +85,7 @@ bool is_elsewhere(const at::Tensor& tensor, at::Device device) {
 /// are not made of others.
 bool casts_automatically(const c10::OperatorHandle& op, at::DeviceType type) {
   if (!at::autocast::is_autocast_enabled(type)) return false;
-  if (op.operator_name().getNamespace() == "smp") return false;
-  return op.hasKernelForDispatchKey(
-             at::autocast::get_autocast_dispatch_key_from_device_type(type)) ||
-         op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+  return op.operator_name().getNamespace() != "smp" && concerns_autocast(op, type);
 }
 
 at::Tensor to_filled(const at::Tensor& tensor, at::Device device, int fill) {
@@ -99,43 +97,14 @@ at::Tensor to_filled(const at::Tensor& tensor, at::Device device, int fill) {
 }
 
 c10::IValue to_filled(const c10::IValue& value, at::Device device, int fill) {
-  if (value.isTensor()) return to_filled(value.toTensor(), device, fill);
   if (value.isDevice() && value.toDevice().is_meta()) return device;
   if (value.isGenerator()) {
     const at::Generator generator = value.toGenerator();
     return generator.device().type() == device.type() ? c10::IValue(generator.clone())
                                                       : c10::IValue();
   }
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector())
-      list.push_back(to_filled(tensor, device, fill));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
-      list.push_back(tensor ? std::optional(to_filled(*tensor, device, fill)) : std::nullopt);
-    }
-    return list;
-  }
-  return value;
-}
-
-std::vector<at::Tensor> tensors_of(const torch::jit::Stack& stack) {
-  std::vector<at::Tensor> tensors;
-  for (const c10::IValue& value : stack) {
-    if (value.isTensor()) {
-      tensors.push_back(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorVector()) tensors.push_back(tensor);
-    } else if (value.isOptionalTensorList()) {
-      for (const auto& tensor : value.toOptionalTensorVector()) {
-        tensors.push_back(tensor.value_or(at::Tensor()));
-      }
-    }
-  }
-  return tensors;
+  return map_tensors(value,
+                     [&](const at::Tensor& tensor) { return to_filled(tensor, device, fill); });
 }
 
 /// The part of `shape`'s memory that `result` shows of the memory for which it stands.
@@ -170,8 +139,8 @@ void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& argu
                     torch::jit::Stack& stack, at::Device device, int fill) {
   stack.clear();
   for (const c10::IValue& value : arguments) stack.push_back(to_filled(value, device, fill));
-  const std::vector<at::Tensor> shapes = tensors_of(arguments);
-  const std::vector<at::Tensor> filled = tensors_of(stack);
+  const std::vector<at::Tensor> shapes = tensors_in(arguments, arguments.size());
+  const std::vector<at::Tensor> filled = tensors_in(stack, stack.size());
   if (is_random(op)) {
     call_seeded(op, stack, 0);  // the default generator stays where it is
   } else {
@@ -179,15 +148,8 @@ void call_on_filled(const c10::OperatorHandle& op, const torch::jit::Stack& argu
   }
   for (size_t i = 0; i < filled.size(); ++i) follow_filled(filled[i], shapes[i]);
   for (c10::IValue& value : stack) {
-    if (value.isTensorList()) {
-      c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        list.push_back(to_shape(tensor, filled, shapes));
-      }
-      value = std::move(list);
-    } else {
-      value = to_shape(value.toTensor(), filled, shapes);
-    }
+    value = map_tensors(value,
+                        [&](const at::Tensor& tensor) { return to_shape(tensor, filled, shapes); });
   }
 }
 
@@ -202,16 +164,20 @@ void number_placeholder(const at::Tensor& tensor, uint32_t number) {
   if (meta != nullptr && meta->grad_fn_ == placeholder_node()) meta->output_nr_ = number;
 }
 
+at::Tensor tensor_on(c10::Storage storage, const TensorMeta& meta, int64_t offset) {
+  const c10::DispatchKey key = c10::computeDispatchKey(meta.dtype, std::nullopt, meta.device);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(meta.dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides, offset);
+  return tensor;
+}
+
 at::Tensor make_placeholder(const TensorMeta& meta, const std::string& step_name) {
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), 0,
       c10::DataPtr(nullptr, nullptr, &keep_nothing, meta.device), nullptr, false);
   make_dataless(*storage, step_name);
-  const c10::DispatchKey key = c10::computeDispatchKey(meta.dtype, std::nullopt, meta.device);
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(key),
-      c10::scalarTypeToTypeMeta(meta.dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(meta.sizes, meta.strides);
+  const at::Tensor tensor = tensor_on(c10::Storage(std::move(storage)), meta);
   if (meta.requires_grad) give_placeholder_history(tensor);
   return tensor;
 }

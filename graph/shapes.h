@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <string>
 
 #include "graph/graph.h"
@@ -17,6 +16,9 @@ struct Node;
 }  // namespace torch::autograd
 
 namespace smp::graph {
+
+/// A tensor of this form without history on `storage`, from its `offset`-th element on.
+at::Tensor tensor_on(c10::Storage storage, const TensorMeta& meta, int64_t offset = 0);
 
 /// A tensor with the given sizes, strides, dtype, device and `requires_grad` and no data. Reading
 /// its data throws an error that says `step_name`; `backward()` on it throws as well. `step_name`

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstddef>
-#include <memory>
 #include <vector>
 
 #include "graph/autograd_entry.h"

@@ -10,33 +10,26 @@
 #include <torch/csrc/jit/runtime/interpreter.h>
 
 #include <algorithm>
-#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "core/check.h"
+#include "graph/capture.h"
 #include "graph/content.h"
 #include "graph/engine.h"
+#include "graph/guard.h"
 #include "graph/leaf.h"
 #include "graph/module_scope.h"
 #include "graph/not_equal.h"
 #include "graph/operator_traits.h"
-#include "graph/recorder.h"
 #include "graph/shapes.h"
 #include "graph/stack_tensors.h"
-#include "graph/verifier.h"
 #include "graph/written_results.h"
 
 namespace smp::graph {
 namespace {
 
 thread_local Tracer* active = nullptr;
-
-class ActiveScope {
- public:
-  explicit ActiveScope(Tracer* tracer) { active = tracer; }
-  ~ActiveScope() { active = nullptr; }
-};
 
 /// While it lives, tensors have no history: a leaf works on the buffers of its module themselves.
 class WithoutHistories {
@@ -91,8 +84,11 @@ TraceResult Tracer::run(const std::vector<at::Tensor>& inputs, const Function& f
   std::vector<at::Tensor> passed;
   define_inputs(inputs, passed);
   install_engine();
-  ActiveScope scope(this);
-  const auto ended = c10::make_scope_exit([this] { end_histories(); });
+  active = this;
+  const auto ended = c10::make_scope_exit([this] {
+    end_histories();
+    active = nullptr;
+  });
   const std::vector<at::Tensor> outputs = run_function(function, passed);
   passed.clear();  // tensors that are still there now are held elsewhere
   return finish(outputs);
@@ -173,65 +169,65 @@ void Tracer::call(const c10::OperatorHandle& op, torch::jit::Stack& stack) {
     script_operator_ = op.schema().name();
     refuse_torch_script();
   }
-  // An operator of the recording does not answer the host.
-  const bool expected = verifier_ != nullptr && verifier_->expects(op);
+  // An operator of the known graph does not answer the host.
+  const bool expected = guard_ != nullptr && guard_->expects(op);
   if (!expected && answer_host_value(op, stack)) return;
   // Taken while it is in use: a call may derive a value with a call of its own.
   TracedCall current = std::move(spare_call_);
   collect(op, stack, current);
   if (!roots_.empty()) keep_roots(current);
-  if (verifier_ == nullptr || !verify(current, stack)) {
+  if (guard_ == nullptr || !guard(current, stack)) {
     refuse_unsupported(current);
-    record(current, stack);
+    capture(current, stack);
   }
   current.clear();
   spare_call_ = std::move(current);
 }
 
-/// Whether the call is one of a known graph; it gets the results recorded there.
-bool Tracer::verify(const TracedCall& call, torch::jit::Stack& stack) {
+/// Whether the call is one of a known graph; it gets the results captured there.
+bool Tracer::guard(const TracedCall& call, torch::jit::Stack& stack) {
   const auto filled = [&](const Graph& graph, const Operator& op) {
     return filled_by_host(graph, call, op);
   };
-  if (auto difference = verifier_->compare(call, mode(), filled)) {
-    start_recording(*std::move(difference));
+  if (auto difference = guard_->compare(call, mode(), filled)) {
+    start_capture(*std::move(difference));
     return false;
   }
-  const auto constants = verifier_->added_constants();
-  note_module(verifier_->size());
-  const Operator& op = verifier_->advance();
+  const auto constants = guard_->added_constants();
+  note_module(guard_->size());
+  const Operator& op = guard_->advance();
   settle_written(op);
   settle_read(call, op);
   for (const auto& [id, tensor] : constants) note_constant(id, tensor);
-  push_recorded_results(call, op, stack);
+  push_captured_results(call, op, stack);
   spread_history(op);
   return true;
 }
 
 /// From here on the run is another one than the known graphs.
-void Tracer::start_recording(std::string difference) {
+void Tracer::start_capture(std::string difference) {
   difference_ = std::move(difference);
-  const auto constants = verifier_->added_constants();
-  recorder_ = make_recorder(verifier_->prefix());
-  verifier_.reset();
+  const auto constants = guard_->added_constants();
+  capture_ = make_capture(guard_->prefix());
+  guard_.reset();
   for (const auto& [id, tensor] : constants) note_constant(id, tensor);
 }
 
-std::unique_ptr<Recorder> Tracer::make_recorder(Graph prefix) const {
+std::unique_ptr<Capture> Tracer::make_capture(Graph prefix) const {
   const auto refuse = [this](const std::string& what, const std::string& remedy) {
     this->refuse(what, remedy);
   };
-  return std::make_unique<Recorder>(options_, refuse, std::move(prefix));
+  return std::make_unique<Capture>(options_, refuse, std::move(prefix));
 }
 
-void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
-  Operator op = recorder_->make_operator(call, mode(), last_scope());
-  note_module(recorder_->graph().operators.size());
+void Tracer::capture(const TracedCall& call, torch::jit::Stack& stack) {
+  Operator op = capture_->make_operator(call, mode(), last_scope());
+  note_module(capture_->graph().operators.size());
   check_writes(op);
   settle_written(op);
   {
     const WithoutHistories scope(is_leaf(op.handle) ? histories_ : std::vector<at::Tensor>());
-    recorder_->run(call, op, stack);
+    capture_->run(call, op, stack);
   }
   const size_t written = has_written_results(*call.op) ? 1 : 0;
   const size_t results = call.op->schema().returns().size() + written;
@@ -239,18 +235,18 @@ void Tracer::record(const TracedCall& call, torch::jit::Stack& stack) {
     op.list_lengths.push_back(
         stack[i].isTensorList() ? static_cast<int>(stack[i].toTensorList().size()) : -1);
     stack[i] = map_tensors(
-        stack[i], [&](const at::Tensor& result) { return record_result(call, op, result); });
+        stack[i], [&](const at::Tensor& result) { return capture_result(call, op, result); });
   }
   torch::jit::drop(stack, written);
   spread_history(op);
   settle_read(call, op);
   const bool may_be_filled = views_unread_host_data(op);
-  recorder_->add(std::move(op), may_be_filled);
+  capture_->add(std::move(op), may_be_filled);
 }
 
 void Tracer::check_writes(const Operator& op) const {
   for (int alias_set : op.writes) {
-    const Value& base = recorder_->base(alias_set);
+    const Value& base = capture_->base(alias_set);
     if (base.kind == ValueKind::kParameter && !is_leaf(op.handle)) {
       refuse("operator " + op.name() + " writes parameter \"" + base.name + "\"",
              "Parameters may be changed outside the step function only: call optimizer.step() "
@@ -266,13 +262,13 @@ void Tracer::check_writes(const Operator& op) const {
 }
 
 /// Adds the value of one result and returns the tensor that the user's code gets.
-at::Tensor Tracer::record_result(const TracedCall& call, Operator& op, const at::Tensor& result) {
+at::Tensor Tracer::capture_result(const TracedCall& call, Operator& op, const at::Tensor& result) {
   if (result.defined() && result.layout() != at::kStrided) {
     refuse(
         "operator " + op.name() + " returns a tensor that is not dense",
         "Convert it with to_dense(), or make the module that uses it a leaf: smp::leaf(module)(x)");
   }
-  const ValueId id = recorder_->add_result(call, op, result);
+  const ValueId id = capture_->add_result(call, op, result);
   if (id == kUndefined) return result;
   if (host_may_write(op.handle)) {
     bind(result, id);
@@ -282,13 +278,13 @@ at::Tensor Tracer::record_result(const TracedCall& call, Operator& op, const at:
   const int is_argument = op.result_is_argument.back();
   if (is_argument >= 0) check_keeps_shape(call, call.tensors[is_argument], result);
   const at::Tensor tensor = stand_in(call, id, is_argument);
-  recorder_->set_user(id, tensor);
+  capture_->set_user(id, tensor);
   return tensor;
 }
 
-void Tracer::push_recorded_results(const TracedCall& call, const Operator& op,
+void Tracer::push_captured_results(const TracedCall& call, const Operator& op,
                                    torch::jit::Stack& stack) {
-  const Graph& graph = verifier_->graph();
+  const Graph& graph = guard_->graph();
   const bool factory = call.tensors.empty() && host_may_write(*call.op);
   if (factory && (graph.makes_literal(op) || is_small_on_cpu(value(op.results[0]).meta))) {
     // Host code may be about to write into it, even if no operator reads it then.
@@ -373,7 +369,7 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
 }
 
 /// An input lies somewhere else in its storage in each microbatch, and a tensor that crossed
-/// between ranks has a storage of its own: so an offset is recorded only if it is the tensor's own,
+/// between ranks has a storage of its own: so an offset is captured only if it is the tensor's own,
 /// as None. Parameters and buffers stay where they are.
 void Tracer::make_offset_relative(TracedCall& call) const {
   const int index = storage_offset_argument(call.op->schema());
@@ -397,7 +393,7 @@ void Tracer::keep_roots(const TracedCall& call) {
 
 bool Tracer::share_storage(ValueId a, ValueId b) const {
   if (a == kUndefined || b == kUndefined) return false;
-  // A value first seen in this call has no alias set yet while verifying.
+  // A value first seen in this call has no alias set yet while guarding.
   return a == b || (value(a).alias_set >= 0 && value(a).alias_set == value(b).alias_set);
 }
 
@@ -452,8 +448,7 @@ bool Tracer::is_host_data(const torch::jit::Stack& stack, size_t arguments) cons
 /// is to check. Attention asks whether its query is its key.
 bool Tracer::differ(const at::Tensor& a, const at::Tensor& b) {
   const UninterceptedScope own;
-  if (options_.execute &&
-      at::equal(recorder_->concrete(lookup(a)), recorder_->concrete(lookup(b)))) {
+  if (options_.execute && at::equal(capture_->concrete(lookup(a)), capture_->concrete(lookup(b)))) {
     return false;
   }
   torch::jit::Stack arguments{a, b};
@@ -490,7 +485,7 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
     // run follows a known graph, that one was checked.
     const bool differentiable =
         root.value != kUndefined &&
-        (verifier_ != nullptr || recorder_->concrete(root.value).requires_grad());
+        (guard_ != nullptr || capture_->concrete(root.value).requires_grad());
     SMP_CHECK_WITH(UsageError, differentiable, where(),
                    ": backward was called on a tensor that does not depend on a parameter that "
                    "requires a gradient (or gradients are off: is a NoGradGuard alive?)");
@@ -507,7 +502,7 @@ void Tracer::backward(const std::vector<at::Tensor>& tensors,
 /// Lets go of the function's tensors at the end: the tracer no longer counts among those that hold
 /// them.
 void Tracer::let_go() {
-  recorder_.reset();
+  capture_.reset();
   host_data_.clear();
   inner_arguments_.clear();
   root_tensors_.clear();
@@ -535,16 +530,16 @@ TraceResult Tracer::finish(const std::vector<at::Tensor>& outputs) {
   for (const auto& [alias_set, data] : host_data_) {
     if (data.is_read && !is_small_on_cpu(TensorMeta::of(data.tensor))) check_unchanged(data);
   }
-  if (verifier_ != nullptr) {
-    if (auto match = verifier_->match(outputs_, roots_)) return *std::move(match);
-    start_recording(c10::str("the function ends after ", verifier_->size(),
-                             " operators, or returns or differentiates other tensors"));
+  if (guard_ != nullptr) {
+    if (auto match = guard_->match(outputs_, roots_)) return *std::move(match);
+    start_capture(c10::str("the function ends after ", guard_->size(),
+                           " operators, or returns or differentiates other tensors"));
   }
   TraceResult result;
-  result.recorded = recorder_->finish(outputs_, roots_, modules_known_);
+  result.recorded = capture_->finish(outputs_, roots_, modules_known_);
   result.difference = difference_;
-  result.checksums = recorder_->checksums();
-  result.kept = recorder_->live_results();
+  result.checksums = capture_->checksums();
+  result.kept = capture_->live_results();
   let_go();
   result.left = left_behind(outputs);
   return result;

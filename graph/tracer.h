@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "core/node.h"
@@ -65,17 +64,17 @@ struct TraceResult {
   std::vector<ValueId> left;
 };
 
-class Recorder;
-class Verifier;
+class Capture;
+class Guard;
 struct RunningModule;
 
 /// Runs a step function on one microbatch and finds out which operators it calls.
 ///
 /// The function works on *placeholders*, tensors that have a shape and no data, so that it cannot
 /// depend on data unnoticed. As long as the run follows one of the candidates (same operators,
-/// constants and data flow) it only *verifies*: nothing is executed or recorded. Where it leaves
-/// the last of them it goes on *recording*, on shapes. So the function runs exactly once either
-/// way. With `execute`, the operators that it records also run, on tensors with data that the
+/// constants and data flow) it only *guards*: nothing is executed or captured. Where it leaves
+/// the last of them it goes on *capturing*, on shapes. So the function runs exactly once either
+/// way. With `execute`, the operators that it captures also run, on tensors with data that the
 /// function never sees. See docs/capture.md.
 ///
 /// A tracer belongs to the thread that made it.
@@ -169,14 +168,14 @@ class Tracer final : public OperatorInterceptor {
   void refuse_views_beyond(const TracedCall& call);
   void refuse_grad_through_leaf(const TracedCall& call);
 
-  bool verify(const TracedCall& call, torch::jit::Stack& stack);
-  void push_recorded_results(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
-  void start_recording(std::string difference);
-  std::unique_ptr<Recorder> make_recorder(Graph prefix) const;
+  bool guard(const TracedCall& call, torch::jit::Stack& stack);
+  void push_captured_results(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
+  void start_capture(std::string difference);
+  std::unique_ptr<Capture> make_capture(Graph prefix) const;
 
-  void record(const TracedCall& call, torch::jit::Stack& stack);
+  void capture(const TracedCall& call, torch::jit::Stack& stack);
   void check_writes(const Operator& op) const;
-  at::Tensor record_result(const TracedCall& call, Operator& op, const at::Tensor& result);
+  at::Tensor capture_result(const TracedCall& call, Operator& op, const at::Tensor& result);
   at::Tensor stand_in(const TracedCall& call, ValueId id, int is_argument);
   void follow(const at::Tensor& tensor, const TensorMeta& meta);
   void spread_history(const Operator& op);
@@ -204,9 +203,9 @@ class Tracer final : public OperatorInterceptor {
   TraceResult finish(const std::vector<at::Tensor>& outputs);
 
   TraceOptions options_;
-  // One of the two at a time: the run follows known graphs, or is recorded.
-  std::unique_ptr<Verifier> verifier_;
-  std::unique_ptr<Recorder> recorder_;
+  // One of the two at a time: the run follows known graphs, or is captured.
+  std::unique_ptr<Guard> guard_;
+  std::unique_ptr<Capture> capture_;
   std::string difference_;  // where the last known graph was left
   std::vector<BackwardRoot> roots_;
   std::vector<at::Tensor> root_tensors_;  // a later write copies them (`keep_roots`)

@@ -11,11 +11,11 @@
 #include <string_view>
 
 #include "core/check.h"
+#include "graph/capture.h"
 #include "graph/differentiate.h"
-#include "graph/recorder.h"
+#include "graph/guard.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
-#include "graph/verifier.h"
 
 namespace smp::graph {
 namespace {
@@ -62,8 +62,8 @@ void Tracer::spread_history(const Operator& op) {
     const bool written = std::find(op.writes.begin(), op.writes.end(), set) != op.writes.end();
     const at::Tensor tensor{owner};
     if (!written || tensor.requires_grad()) return true;
-    const bool now = verifier_ != nullptr ? verifier_->requires_grad(known.id)
-                                          : recorder_->concrete(known.id).requires_grad();
+    const bool now = guard_ != nullptr ? guard_->requires_grad(known.id)
+                                       : capture_->concrete(known.id).requires_grad();
     if (now) {
       note_history(tensor);
       give_placeholder_history(tensor);

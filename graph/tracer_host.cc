@@ -3,12 +3,12 @@
 // operator writes it, and small constants.
 
 #include "graph/alias_analysis.h"
+#include "graph/capture.h"
 #include "graph/content.h"
+#include "graph/guard.h"
 #include "graph/operator_traits.h"
-#include "graph/recorder.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
-#include "graph/verifier.h"
 #include "graph/visit.h"
 
 namespace smp::graph {
@@ -44,10 +44,10 @@ void Tracer::settle(HostData& data, bool for_read) {
     if (!for_read || is_small_on_cpu(TensorMeta::of(data.tensor))) check_unchanged(data);
     return;
   }
-  if (verifier_ != nullptr) {
-    verifier_->note_literal(data.id, data.tensor);
+  if (guard_ != nullptr) {
+    guard_->note_literal(data.id, data.tensor);
   } else if (data.filled(for_read)) {
-    recorder_->make_literal(data.id, data.tensor);
+    capture_->make_literal(data.id, data.tensor);
   }
   if (!for_read) return;
   data.content = hash_content(data.tensor);
@@ -77,17 +77,17 @@ void Tracer::withhold(int alias_set) {
   const auto it = host_data_.find(alias_set);
   const HostData& data = it->second;
   if (options_.execute) {
-    recorder_->move_data(alias_set, *data.tensor.storage().unsafeGetStorageImpl());
+    capture_->move_data(alias_set, *data.tensor.storage().unsafeGetStorageImpl());
   }
   become_placeholder(data.tensor, options_.step_name);
-  if (recorder_ != nullptr) recorder_->set_user(data.id, data.tensor);
+  if (capture_ != nullptr) capture_->set_user(data.id, data.tensor);
   host_data_.erase(it);
 }
 
 /// Returning the memory itself, or a view of it, is not reading it.
 void Tracer::settle_read(const TracedCall& call, const Operator& op) {
   if (host_data_.empty()) return;
-  const Graph& graph = verifier_ != nullptr ? verifier_->graph() : recorder_->graph();
+  const Graph& graph = guard_ != nullptr ? guard_->graph() : capture_->graph();
   for (ValueId argument : call.ids) {
     if (argument != kUndefined && !has_result_on(graph, op, value(argument).alias_set)) {
       settle_read(argument);
@@ -103,14 +103,14 @@ void Tracer::settle_read(ValueId id) {
 /// Whether the operator has returned a view of a factory's result, which host code may yet fill.
 bool Tracer::views_unread_host_data(const Operator& op) const {
   if (host_may_write(op.handle)) return false;  // the factory: a filled result is not run again
-  return any_result(recorder_->graph(), op, [&](const Value& result) {
+  return any_result(capture_->graph(), op, [&](const Value& result) {
     const auto it = host_data_.find(result.alias_set);
     return it != host_data_.end() && !it->second.is_read;
   });
 }
 
 /// A factory's result that the operator is the first to use, and that host code has filled before,
-/// unlike when the graph was recorded.
+/// unlike when the graph was captured.
 std::optional<ValueId> Tracer::filled_by_host(const Graph& graph, const TracedCall& call,
                                               const Operator& op) const {
   if (host_data_.empty()) return std::nullopt;
@@ -136,10 +136,10 @@ void Tracer::settle_end(ValueId id) {
   if (id == kUndefined) return;
   const auto it = host_data_.find(value(id).alias_set);
   if (it == host_data_.end()) return;
-  if (verifier_ != nullptr && it->second.filled(/*for_read=*/true)) {
+  if (guard_ != nullptr && it->second.filled(/*for_read=*/true)) {
     const ValueId filled = it->second.id;
-    if (!verifier_->leave_unless_literal(filled)) {
-      start_recording(c10::str("host code has filled %", filled));
+    if (!guard_->leave_unless_literal(filled)) {
+      start_capture(c10::str("host code has filled %", filled));
     }
   }
   settle_read(id);

@@ -6,10 +6,11 @@
 
 #include <algorithm>
 
+#include "graph/capture.h"
 #include "graph/differentiate.h"
 #include "graph/grad_shapes.h"
+#include "graph/layout.h"
 #include "graph/operator_traits.h"
-#include "graph/recorder.h"
 #include "graph/tracer.h"
 
 namespace smp::graph {
@@ -90,19 +91,12 @@ void Tracer::refuse_views_beyond(const TracedCall& call) {
   const int index = storage_offset_argument(call.op->schema());
   if (index < 0 || call.ids[0] == kUndefined) return;
   if (options_.table->find(call.tensors[0]) != nullptr) return;
-  const auto last_element = [](c10::IntArrayRef sizes, c10::IntArrayRef strides) {
-    int64_t last = 0;
-    for (size_t d = 0; d < sizes.size(); ++d)
-      last += std::max<int64_t>(sizes[d] - 1, 0) * strides[d];
-    return last;
-  };
-  const at::Tensor& argument = recorder_->concrete(call.ids[0]);
+  const at::Tensor& argument = capture_->concrete(call.ids[0]);
   const auto sizes = call.arguments[index - 2].constant.toIntVector();
   const auto strides = call.arguments[index - 1].constant.toIntVector();
   const bool elsewhere = !call.arguments[index].constant.isNone() ||
                          (call.absolute_offset && argument.storage_offset() != 0);
-  if (!elsewhere &&
-      last_element(sizes, strides) <= last_element(argument.sizes(), argument.strides())) {
+  if (!elsewhere && span_of(sizes, strides) <= span_of(argument.sizes(), argument.strides())) {
     return;
   }
   refuse("operator " + call.op->schema().name() +
@@ -113,7 +107,7 @@ void Tracer::refuse_views_beyond(const TracedCall& call) {
 
 void Tracer::refuse_grad_through_leaf(const TracedCall& call) {
   if (!(*call.op == grad_operator())) return;
-  const std::string leaf = leaf_on_the_way(recorder_->graph(), call.arguments);
+  const std::string leaf = leaf_on_the_way(capture_->graph(), call.arguments);
   if (leaf.empty()) return;
   refuse("autograd::grad goes back through leaf module \"" + leaf +
              "\", whose operators are not part of the graph",

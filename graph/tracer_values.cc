@@ -7,11 +7,11 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "graph/capture.h"
 #include "graph/content.h"
-#include "graph/recorder.h"
+#include "graph/guard.h"
 #include "graph/shapes.h"
 #include "graph/tracer.h"
-#include "graph/verifier.h"
 
 namespace smp::graph {
 namespace {
@@ -58,7 +58,7 @@ std::string difference_of_inputs(const std::vector<Value>& inputs, const Graph& 
 }  // namespace
 
 const Value& Tracer::value(ValueId id) const {
-  return verifier_ != nullptr ? verifier_->value(id) : recorder_->value(id);
+  return guard_ != nullptr ? guard_->value(id) : capture_->value(id);
 }
 
 void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& passed) {
@@ -75,18 +75,18 @@ void Tracer::define_inputs(const std::vector<at::Tensor>& inputs, std::vector<at
     values.push_back(std::move(value));
     passed.push_back(make_placeholder(values.back().meta, options_.step_name));
   }
-  verifier_ = std::make_unique<Verifier>(options_.candidates, values);
-  if (verifier_->follows_any()) {
+  guard_ = std::make_unique<Guard>(options_.candidates, values);
+  if (guard_->follows_any()) {
     for (size_t i = 0; i < passed.size(); ++i) bind(passed[i], static_cast<ValueId>(i));
     return;
   }
   if (!options_.candidates.empty()) {
     difference_ = difference_of_inputs(values, *options_.candidates.front());
   }
-  verifier_.reset();
-  recorder_ = make_recorder({});
+  guard_.reset();
+  capture_ = make_capture({});
   for (size_t i = 0; i < passed.size(); ++i) {
-    bind(passed[i], recorder_->add(std::move(values[i]), inputs[i]));
+    bind(passed[i], capture_->add(std::move(values[i]), inputs[i]));
   }
 }
 
@@ -112,11 +112,11 @@ void Tracer::bind(const at::Tensor& tensor, ValueId id) {
 /// Adds a value that no operator made; `tensor` is the one that the user's code holds.
 ValueId Tracer::add_value(Value value, const at::Tensor& tensor) {
   ValueId id;
-  if (verifier_ != nullptr) {
-    id = verifier_->add(std::move(value));
+  if (guard_ != nullptr) {
+    id = guard_->add(std::move(value));
   } else {
     value.alias_set = alias_set_of(tensor);
-    id = recorder_->add(std::move(value), tensor);
+    id = capture_->add(std::move(value), tensor);
     if (this->value(id).kind == ValueKind::kConstant) note_constant(id, tensor);
   }
   bind(tensor, id);
@@ -198,7 +198,7 @@ ValueId Tracer::derive(const at::Tensor& tensor, const char* name, torch::jit::S
   call(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), arguments);
   const ValueId id = lookup(arguments[0].toTensor());
   bind(tensor, id);
-  if (recorder_ != nullptr) recorder_->set_user(id, tensor);
+  if (capture_ != nullptr) capture_->set_user(id, tensor);
   return id;
 }
 
@@ -243,7 +243,7 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
       refuse("reads the gradient of parameter \"" + entry.name + "\"",
              "Gradients are complete when the step has returned: read them there");
     }
-    if (recorder_ != nullptr && overlap(entry.tensor, tensor)) {
+    if (capture_ != nullptr && overlap(entry.tensor, tensor)) {
       refuse("uses a tensor that shares memory with " + std::string(graph::to_string(entry.kind)) +
                  " \"" + entry.name + "\" but was not made from it by an operator (from_blob)",
              "Make it with an operator, such as detach() or as_strided()");
@@ -253,9 +253,9 @@ ValueId Tracer::define_constant(const at::Tensor& tensor) {
   Value value;
   value.kind = ValueKind::kConstant;
   value.meta = TensorMeta::of(tensor);
-  value.content = verifier_ != nullptr ? tensor : clone_content(tensor);
+  value.content = guard_ != nullptr ? tensor : clone_content(tensor);
   constexpr int64_t kLargeBytes = 1 << 20;
-  if (recorder_ != nullptr && value.meta.nbytes() > kLargeBytes) {
+  if (capture_ != nullptr && value.meta.nbytes() > kLargeBytes) {
     TORCH_WARN(core::error_prefix(), "step function \"", options_.step_name, "\" uses a tensor of ",
                value.meta.nbytes() / kLargeBytes,
                " MiB that is neither an input nor a parameter or buffer. It is kept as a constant "
@@ -290,7 +290,7 @@ void Tracer::check_hooks() const {
 }
 
 /// `requires_grad_()` and other ways to give a tensor a history by hand are no operators. The
-/// former is recorded as one, but for a parameter or buffer, which the step does not make.
+/// former is captured as one, but for a parameter or buffer, which the step does not make.
 bool Tracer::changed_by_hand(const at::Tensor& tensor, const Known& known) const {
   if (tensor.requires_grad() == known.requires_grad) return false;
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);

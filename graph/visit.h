@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <utility>
 
 #include "core/check.h"
 #include "graph/graph.h"
@@ -33,6 +32,14 @@ void for_each_result(const Operator& op, const Visitor& visit) {
   }
 }
 
+/// True if two operators have the same values as arguments.
+inline bool same_arguments(const Operator& a, const Operator& b) {
+  return std::equal(a.arguments.begin(), a.arguments.end(), b.arguments.begin(), b.arguments.end(),
+                    [](const Argument& x, const Argument& y) {
+                      return x.kind == y.kind && x.values == y.values;
+                    });
+}
+
 /// Calls `visit(ValueId result, ValueId argument)` for every result of an operator that is the very
 /// tensor of an argument.
 template <class Visitor>
@@ -51,6 +58,15 @@ void for_each_same_tensor(const Operator& op, const Visitor& visit) {
 inline bool writes_to(const Graph& graph, const Operator& op, ValueId value) {
   return std::find(op.writes.begin(), op.writes.end(), graph.values[value].alias_set) !=
          op.writes.end();
+}
+
+/// True if a value lies on the memory of an argument of an operator.
+inline bool lies_on_argument(const Graph& graph, const Operator& op, ValueId value) {
+  bool found = false;
+  for_each_argument(op, [&](ValueId argument) {
+    found |= graph.values[argument].alias_set == graph.values[value].alias_set;
+  });
+  return found;
 }
 
 /// True if `test(const Value&)` is for some defined result of an operator.

@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "graph/default_dtype.h"
 #include "graph/deferred.h"
+#include "graph/intercept.h"
 #include "graph/partition_scope.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/runtime.h"
@@ -21,9 +22,9 @@ class ModelCreation::Impl {
  private:
   std::optional<graph::DefaultDtypeScope> dtype_;
   std::optional<graph::DeferredScope> delay_;
-  std::optional<graph::AtOnceScope> at_once_;    // within a scope that delays
-  std::optional<PartitionScope> pins_;           // an outer smp::partition's, within this scope
-  std::optional<TensorParallelismScope> marks_;  // given, or of an outer scope, within this one
+  std::optional<graph::InterceptScope> at_once_;  // within a scope that delays
+  std::optional<PartitionScope> pins_;            // an outer smp::partition's, within this scope
+  std::optional<TensorParallelismScope> marks_;   // given, or of an outer scope, within this one
 };
 
 ModelCreation::Impl::Impl(const ModelCreationOptions& options) {

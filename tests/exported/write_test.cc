@@ -282,6 +282,36 @@ TEST_F(ExportProgram, BodiesOfStepsAreWritten) {
   });
 }
 
+/// A tensor in place of a number would decide the type of a product with integers.
+TEST_F(ExportProgram, NumbersWrappedIntoTensorsStayNumbers) {
+  const Tensor half = c10::scalar_to_tensor(0.5);
+  half.unsafeGetTensorImpl()->set_wrapped_number(true);
+  Layer layer;
+  const auto body = [&](Tensor x) {
+    return layer->forward(x) + at::mul((x > 0).to(torch::kLong), half);
+  };
+  const WrittenFolder folder;
+  const std::string file = folder.file("Wrapped.pt2");
+  const auto x = torch::randn({6, 4});
+  const ExportedParts parts = export_program(file, *layer, body, std::make_tuple(x));
+  EXPECT_EQ(parts.numbers,
+            (std::vector<std::string>{"aten::gt.Scalar(other=0)", "aten::mul.Tensor(other=0.5)"}));
+  EXPECT_TRUE(parts.constants.empty());
+  ExportedModule loaded = load_exported(file);
+  const RunTensors expected = run_of(*layer, [&] { return detail::as_ivalue(body(x)); });
+  EXPECT_EQ(expected.at("output.0").scalar_type(), torch::kFloat);
+  const RunTensors got = run_of(*loaded, [&] { return loaded(x); });
+  EXPECT_EQ(got.at("output.0").scalar_type(), torch::kFloat);
+  expect_same_run(got, expected, "loaded");
+  keep_run(folder, "Wrapped", 0, {x}, expected);
+  expect_has(refusal<CaptureError>(
+                 path(), [&](auto&, Tensor x) { return torch::where(x > 0, (x > 1) * 1, half); }),
+             {"cannot export \"" + path(), "operator aten::where.self",
+              "takes a number that is wrapped into a tensor and decides no type, which Python has "
+              "in sums, differences, products and quotients only. Pass a number, or a tensor "
+              "(torch::tensor(number))"});
+}
+
 TEST_F(ExportProgram, OperatorsThatPythonLacksAreRefused) {
   expect_has(
       refusal<CaptureError>(path(), [](auto& layer, Tensor x) { return smp::leaf(layer)(x); }),

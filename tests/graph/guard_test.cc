@@ -247,5 +247,20 @@ TEST_F(Guard, AWrappedNumberDecidesNoTypeOnShapes) {
   }
 }
 
+/// A tensor in the place of such a number decides the type, so it makes another graph.
+TEST_F(Guard, AWrappedNumberIsNoOtherConstant) {
+  at::Tensor factor = wrapped_number(0.5);
+  const auto function = [&](const Tensors& in) -> Tensors { return {at::mul(in[0], factor)}; };
+  const TraceResult first = trace(table_, {torch::arange(4)}, function, false);
+  const Graph& graph = *first.recorded;
+  factor = wrapped_number(0.25);
+  const TraceResult other_number = trace(table_, {torch::arange(4)}, function, false, {&graph});
+  EXPECT_EQ(other_number.match, &graph) << other_number.difference;
+  factor = torch::tensor(0.5, torch::kDouble);
+  const TraceResult tensor = trace(table_, {torch::arange(4)}, function, false, {&graph});
+  ASSERT_EQ(tensor.match, nullptr);
+  EXPECT_EQ(tensor.recorded->values[tensor.recorded->outputs[0]].meta.dtype, torch::kDouble);
+}
+
 }  // namespace
 }  // namespace smp::graph::testing

@@ -430,6 +430,10 @@ TEST_F(Refusal, StridedViewsBeyondTheirTensor) {
                   }),
                   "aten::as_strided");
   EXPECT_CONTAINS(text([](torch::Tensor x) { x.as_strided({2}, {1}, 3); }), "slice(), narrow()");
+  // A tensor without elements shows none, and a view without elements needs none.
+  EXPECT_CONTAINS(text([](torch::Tensor x) { x.narrow(0, 0, 0).as_strided({2}, {1}); }),
+                  "aten::as_strided");
+  expect_captured([](torch::Tensor x) { x.as_strided({0, 100}, {100, 1}); });
 }
 
 TEST_F(Refusal, SparseTensors) {

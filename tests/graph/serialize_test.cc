@@ -12,6 +12,7 @@
 #include <optional>
 #include <random>
 
+#include "graph/content.h"
 #include "partitioner/partition.h"
 #include "tests/error_of.h"
 #include "tests/graph/harness.h"
@@ -86,6 +87,14 @@ void expect_equal_graphs(const Graph& a, const Graph& b) {
           << a.line(i);
     }
   }
+}
+
+/// A step that multiplies integers by a number that libtorch has wrapped.
+std::unique_ptr<Graph> with_wrapped_number(const at::Scalar& number) {
+  const at::Tensor wrapped = wrapped_number(number);
+  return std::move(trace(TensorTable(), {torch::arange(4)}, [&](const Tensors& inputs) {
+                     return Tensors{at::mul(inputs[0], wrapped)};
+                   }).recorded);
 }
 
 void expect_same_plans(const Graph& a, const Graph& b) {
@@ -404,6 +413,39 @@ TEST_F(SerializeErrors, DamagedFilesAreRefused) {
     }
   }
   EXPECT_GT(refused, 300);
+}
+
+/// Such a number does not decide the type of the product, as another tensor of its type would.
+TEST(Serialize, WrappedNumbersComeBackAsSuch) {
+  for (const at::Scalar& number :
+       {at::Scalar(0.5), at::Scalar(3), at::Scalar(true), at::Scalar(c10::complex<double>(1, -2)),
+        at::Scalar(std::numeric_limits<double>::infinity())}) {
+    const auto graph = with_wrapped_number(number);
+    const Graph again = reloaded(*graph);
+    expect_equal_graphs(*graph, again);
+    ASSERT_EQ(again.operators.size(), 1u);
+    const Value& value = again.values[again.operators[0].arguments[1].values[0]];
+    ASSERT_EQ(value.kind, ValueKind::kConstant);
+    ASSERT_TRUE(value.content.defined());
+    EXPECT_TRUE(at::equal(value.content, c10::scalar_to_tensor(number)));
+    EXPECT_EQ(at::mul(torch::arange(4), value.content).scalar_type(),
+              again.values[again.outputs[0]].meta.dtype);
+  }
+}
+
+TEST(Serialize, FilesWithoutWrappedNumbersAreReadAndDamagedNumbersAreNot) {
+  std::string text = graph_to_json(*with_wrapped_number(0.5));
+  const std::string number = ",\"number\":0.5";
+  const size_t place = text.find(number);
+  ASSERT_NE(place, std::string::npos) << text;
+  const auto with = [&](const std::string& other) {
+    return std::string(text).replace(place, number.size(), other);
+  };
+  EXPECT_EQ(graph_from_json(with(""), "g.json").operators.size(), 1u);
+  EXPECT_EQ(
+      error_of<ConfigError>([&] { graph_from_json(with(",\"number\":\"0.5\""), "g.json"); }),
+      "[smp] g.json: \"values[1].number\": expected the number of a tensor of the CPU without "
+      "dimensions, got \"0.5\".");
 }
 
 }  // namespace

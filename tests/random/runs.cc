@@ -14,7 +14,7 @@
 
 #include "comm/channel_pool.h"
 #include "comm/threads/run_ranks.h"
-#include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "dp/step_gradients.h"
 #include "graph/layout.h"
@@ -168,7 +168,10 @@ class OutcomeGradients final : public dp::StepGradients {
                   core::TensorUpdates& /*updates*/) override {
     add_gradient(outcome_, gradient_name(graph_.values[index].name, step_), gradient);
   }
-  void publish(const std::vector<size_t>& /*indices*/) override {}
+  // Nothing is reduced: the outcome has the gradients already.
+  Reduced reduced(size_t /*index*/) override { return {at::zeros({}), at::kFloat, true}; }
+  void publish(size_t /*index*/, const at::Tensor& /*mean*/,
+               core::TensorUpdates& /*updates*/) override {}
 
   const graph::Graph& graph_;
   Outcome& outcome_;
