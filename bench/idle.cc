@@ -161,8 +161,8 @@ void report(const std::string& file, int ranks, int microbatches) {
   const auto replayed = replayed_idle(planned.schedule, recorded);
   const auto simulated = smp::pipeline::simulate(planned.schedule, planned.options.edges(),
                                                  costs_of(recorded, planned.schedule.stages()));
-  std::printf("%s: step %.1f ms measured, %.1f ms simulated\n", planned.pipeline.c_str(),
-              step_us / 1e3, simulated.makespan / 1e3);
+  std::printf("%s: step %.1f ms measured, %.1f ms simulated\n", planned.name.c_str(), step_us / 1e3,
+              simulated.makespan / 1e3);
   for (int rank = 0; rank < ranks; ++rank) {
     const double expected = simulated.idle[rank] / simulated.makespan;
     std::printf("rank %d: %.1f %% of the step idle, %.1f %% replayed (%+.1f), %.1f %% simulated\n",

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "pipeline/generator_checks.h"
 #include "pipeline/generators.h"
 
 namespace smp::pipeline {
@@ -107,9 +106,7 @@ void write_one_forward_one_backward(int stage, int microbatches, const Tempo& te
 
 /// `tempo_of` gets the number of ranks before and of those after a rank of the pipeline.
 template <class TempoOf>
-Schedule one_stage_per_rank(const char* name, const ScheduleOptions& options,
-                            const TempoOf& tempo_of) {
-  check_options_of(name, options);
+Schedule one_stage_per_rank(const ScheduleOptions& options, const TempoOf& tempo_of) {
   Writer out(options);
   for (int stage = 0; stage < options.stages(); ++stage) {
     const auto tempo = tempo_of(stage, options.stages() - 1 - stage);
@@ -234,34 +231,42 @@ void write_dualpipe_v(const Legs& at, int microbatches, Writer& out) {
   }
 }
 
+/// The pattern takes at least so many microbatches to fill the pipeline.
+Schedule there_and_back(const ScheduleOptions& options, int least,
+                        void (*write)(const Legs&, int, Writer&)) {
+  const int microbatches = std::max(options.microbatches(), least);
+  Writer out(options);
+  for (int rank = 0; rank < options.ranks(); ++rank) {
+    write(Legs(options, rank), microbatches, out);
+  }
+  return std::move(out).finish();
+}
+
 }  // namespace
 
 Schedule one_forward_one_backward(const ScheduleOptions& options) {
-  return one_stage_per_rank("1f1b", options, [](int, int after) {
-    return Tempo{after + 1, std::nullopt};
-  });
+  return one_stage_per_rank(options, [](int, int after) { return Tempo{after + 1, std::nullopt}; });
 }
 
 Schedule eager_one_forward_one_backward(const ScheduleOptions& options) {
-  return one_stage_per_rank("eager_1f1b", options, [](int, int after) {
+  return one_stage_per_rank(options, [](int, int after) {
     return Tempo{2 * after + 1, std::nullopt};
   });
 }
 
 Schedule zero_bubble_h1(const ScheduleOptions& options) {
-  return one_stage_per_rank("zb_h1", options, [](int before, int after) {
+  return one_stage_per_rank(options, [](int before, int after) {
     return Tempo{after + 1, before};
   });
 }
 
 Schedule zero_bubble_h2(const ScheduleOptions& options) {
-  return one_stage_per_rank("zb_h2", options, [](int before, int after) {
+  return one_stage_per_rank(options, [](int before, int after) {
     return Tempo{2 * after + 1, 2 * before};
   });
 }
 
 Schedule interleaved_one_forward_one_backward(const ScheduleOptions& options) {
-  check_options_of("interleaved_1f1b", options);
   const int ranks = options.ranks();
   const int last_lap = options.stages() / ranks - 1;
   const auto rounds = rounds_of(options.microbatches(), ranks);
@@ -286,7 +291,6 @@ Schedule interleaved_one_forward_one_backward(const ScheduleOptions& options) {
 }
 
 Schedule breadth_first(const ScheduleOptions& options) {
-  check_options_of("breadth_first", options);
   Writer out(options);
   for (int stage = 0; stage < options.stages(); ++stage) {
     for (int m = 0; m < options.microbatches(); ++m) {
@@ -302,24 +306,11 @@ Schedule breadth_first(const ScheduleOptions& options) {
 }
 
 Schedule zero_bubble_v(const ScheduleOptions& options) {
-  check_options_of("zbv", options);
-  // The pattern takes at least so many to fill the pipeline.
-  const int microbatches = std::max(options.microbatches(), 2 * options.ranks() - 1);
-  Writer out(options);
-  for (int rank = 0; rank < options.ranks(); ++rank) {
-    write_zero_bubble_v(Legs(options, rank), microbatches, out);
-  }
-  return std::move(out).finish();
+  return there_and_back(options, 2 * options.ranks() - 1, write_zero_bubble_v);
 }
 
 Schedule dualpipe_v(const ScheduleOptions& options) {
-  check_options_of("dualpipe_v", options);
-  const int microbatches = std::max(options.microbatches(), 2 * options.ranks());
-  Writer out(options);
-  for (int rank = 0; rank < options.ranks(); ++rank) {
-    write_dualpipe_v(Legs(options, rank), microbatches, out);
-  }
-  return std::move(out).finish();
+  return there_and_back(options, 2 * options.ranks(), write_dualpipe_v);
 }
 
 }  // namespace smp::pipeline

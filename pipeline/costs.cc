@@ -18,8 +18,10 @@ void check(const char* name, const std::vector<double>& numbers, size_t expected
   }
 }
 
-void fill(std::vector<double>& numbers, const std::vector<double>& otherwise) {
+void fill(const char* name, std::vector<double>& numbers, size_t expected,
+          const std::vector<double>& otherwise) {
   if (numbers.empty()) numbers = otherwise;
+  check(name, numbers, expected);
 }
 
 std::vector<double> sum(const std::vector<double>& a, const std::vector<double>& b) {
@@ -45,6 +47,20 @@ StageCosts StageCosts::uniform(int stages, double forward, double input, double 
   return costs;
 }
 
+double StageCosts::of(const Action& compute) const {
+  const auto stage = static_cast<size_t>(compute.stage);
+  switch (compute.kind) {
+    case Action::Kind::kForward:
+      return forward[stage];
+    case Action::Kind::kBackward:
+      return backward[stage];
+    case Action::Kind::kBackwardInput:
+      return backward_input[stage];
+    default:
+      return backward_weight[stage];
+  }
+}
+
 StageCosts StageCosts::filled(size_t stages, size_t edges) const {
   StageCosts result = *this;
   check("forward", forward, stages);
@@ -52,20 +68,14 @@ StageCosts StageCosts::filled(size_t stages, size_t edges) const {
     check("backward_input", backward_input, stages);
     check("backward_weight", backward_weight, stages);
   }
-  fill(result.backward, sum(backward_input, backward_weight));
-  check("backward", result.backward, stages);
-  fill(result.latency, std::vector<double>(edges, 0));
-  check("latency", result.latency, edges);
-  fill(result.backward_latency, result.latency);
-  check("backward_latency", result.backward_latency, edges);
-  fill(result.send, std::vector<double>(edges, 0));
-  check("send", result.send, edges);
-  fill(result.kept, std::vector<double>(stages, 0));
-  check("kept", result.kept, stages);
-  fill(result.kept_for_weights, result.kept);
-  check("kept_for_weights", result.kept_for_weights, stages);
-  fill(result.gradients_for_weights, std::vector<double>(stages, 0));
-  check("gradients_for_weights", result.gradients_for_weights, stages);
+  const std::vector<double> no_stage(stages, 0), no_edge(edges, 0);
+  fill("backward", result.backward, stages, sum(backward_input, backward_weight));
+  fill("latency", result.latency, edges, no_edge);
+  fill("backward_latency", result.backward_latency, edges, result.latency);
+  fill("send", result.send, edges, no_edge);
+  fill("kept", result.kept, stages, no_stage);
+  fill("kept_for_weights", result.kept_for_weights, stages, result.kept);
+  fill("gradients_for_weights", result.gradients_for_weights, stages, no_stage);
   return result;
 }
 

@@ -49,6 +49,9 @@ struct StageCosts {
   /// that the second half starts from, which are in `kept_for_weights`, too; empty: none.
   std::vector<double> gradients_for_weights;
 
+  /// The time of a compute.
+  double of(const Action& compute) const;
+
   /// Whether the halves of a backward have costs.
   bool can_split() const { return !backward_weight.empty(); }
 

@@ -69,10 +69,16 @@ std::vector<bool> backward_of_stage(const graph::Graph& graph, const partitioner
   return result;
 }
 
+std::vector<graph::ValueId> Edge::returning() const {
+  std::vector<graph::ValueId> all = gradients;
+  all.insert(all.end(), replicas.begin(), replicas.end());
+  return all;
+}
+
 std::vector<StageEdge> stage_edges(const std::vector<Edge>& edges) {
   std::vector<StageEdge> result;
   for (const Edge& edge : edges) {
-    result.push_back({edge.from, edge.to, !edge.gradients.empty() || !edge.replicas.empty()});
+    result.push_back({edge.from, edge.to, edge.needs_gradient()});
   }
   return result;
 }

@@ -18,6 +18,10 @@ struct Edge {
   std::vector<graph::ValueId> unlinked;   ///< those of them from which no gradient goes back
   std::vector<graph::ValueId> gradients;  ///< values whose gradient comes back
   std::vector<graph::ValueId> replicas;   ///< parameters whose gradient comes back only
+
+  /// The gradients that come back, in the order of their message.
+  std::vector<graph::ValueId> returning() const;
+  bool needs_gradient() const { return !gradients.empty() || !replicas.empty(); }
 };
 
 /// The edges of a plan, ordered by (from, to); the same list on every rank.

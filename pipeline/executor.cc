@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/check.h"
-#include "pipeline/edge_of.h"
 #include "pipeline/verifier.h"
 #include "pipeline/walk.h"
 
@@ -20,14 +19,6 @@ std::vector<graph::TensorMeta> metas(const graph::Graph& graph,
   std::vector<graph::TensorMeta> result;
   for (graph::ValueId id : values) result.push_back(graph.values[id].meta);
   return result;
-}
-
-/// The values that travel over an edge in a direction.
-std::vector<graph::ValueId> values_of(const Edge& edge, bool is_backward) {
-  if (!is_backward) return edge.values;
-  std::vector<graph::ValueId> returning = edge.gradients;
-  returning.insert(returning.end(), edge.replicas.begin(), edge.replicas.end());
-  return returning;
 }
 
 /// "1B0", "receive 0F3", "send 1F3", "reduce 1".
@@ -68,10 +59,11 @@ Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edg
                    std::shared_ptr<comm::ChannelPool> channels, int ahead)
     : schedule_(std::move(schedule)),
       edges_(std::move(edges)),
+      stage_edges_(stage_edges(edges_)),
       pool_(std::move(channels)),
       device_(graph.device()) {
   const int credit = least_credit(schedule_, ahead);
-  verify(schedule_, stage_edges(edges_), VerifyOptions().credit(credit));
+  verify(schedule_, stage_edges_, VerifyOptions().credit(credit));
   take_lanes(graph, credit);
 }
 
@@ -102,7 +94,7 @@ void Executor::take_lanes(const graph::Graph& graph, int credit) {
       const int target = schedule_.rank_of(is_backward ? edge.from : edge.to);
       const int held = messages_held(schedule_, edge.from, edge.to, is_backward);
       if (held == 0 || source == target || (source != me && target != me)) continue;
-      MessageLayout layout(metas(graph, values_of(edge, is_backward)));
+      MessageLayout layout(metas(graph, is_backward ? edge.returning() : edge.values));
       Channel& channel = channels_
                              .try_emplace(std::make_pair(static_cast<int>(i), is_backward),
                                           Channel{std::move(layout)})
@@ -182,8 +174,8 @@ std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
     const Edge& edge = edges_[i];
     const int source = is_backward ? edge.to : edge.from;
     const int target = is_backward ? edge.from : edge.to;
-    const bool nothing = is_backward && edge.gradients.empty() && edge.replicas.empty();
-    if (source != action.stage || !has_stage(target) || nothing) continue;
+    const bool nothing = is_backward && !edge.needs_gradient();
+    if (source != action.stage || stages_.count(target) == 0 || nothing) continue;
     const auto message = [&](int stage) {
       return &message_of(*stages_.at(stage), action.microbatch, static_cast<int>(i), is_backward);
     };
@@ -193,7 +185,7 @@ std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
 }
 
 int Executor::known_edge(const Action& transfer) const {
-  const size_t edge = edge_of(transfer, edges_);
+  const size_t edge = edge_of(transfer, stage_edges_);
   SMP_INTERNAL_ASSERT(edge < edges_.size(), to_string(transfer), " has no edge in the plan");
   return static_cast<int>(edge);
 }
@@ -290,6 +282,7 @@ void Executor::execute(const Instruction& instruction, const Step& step, StepRes
       step.gradients->complete(instruction.stage->program().consumed);
       break;
   }
+  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 /// Waits for the copy of a message that is on its way, and sends it.
@@ -344,22 +337,13 @@ void Executor::forward(const Instruction& instruction, const Step& step, StepRes
     prepare(stage, microbatch, step);
     stage.forward(microbatch, inputs, key, results);
   }
-  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 void Executor::backward(const Instruction& instruction, const Step& step) {
-  Stage& stage = *instruction.stage;
   const Action& action = instruction.action;
   const bool is_launched =
       graphs_ && graphs_->backward(action, step.keys[action.microbatch], *step.gradients);
-  if (!is_launched && action.kind == Action::Kind::kBackward) {
-    stage.backward(action.microbatch, step.gradients);
-  } else if (!is_launched && action.kind == Action::Kind::kBackwardInput) {
-    stage.backward_inputs(action.microbatch, step.gradients);
-  } else if (!is_launched) {
-    stage.backward_weights(action.microbatch, step.gradients);
-  }
-  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
+  if (!is_launched) instruction.stage->backward(action, step.gradients);
 }
 
 }  // namespace smp::pipeline

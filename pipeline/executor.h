@@ -53,12 +53,12 @@ class Executor {
   /// Every stage of this rank, before the first run.
   void add_stage(std::unique_ptr<Stage> stage);
   Stage& stage(int index) { return *stages_.at(index); }
+  const std::map<int, std::unique_ptr<Stage>>& stages() const { return stages_; }
   /// The bytes of each action's message, 0 where it has none.
   std::vector<int64_t> message_bytes() const;
   /// Before each computation tells the stage whose backward is `horizon` computations of this rank
   /// ahead to bring back its tensors from a store (`Stage::prefetch`). Before the first run.
   void set_loading_horizon(int horizon) { loading_horizon_ = horizon; }
-  bool has_stage(int index) const { return stages_.count(index) > 0; }
 
   /// Has the device run the stages' computations as graphs, see `StepGraphs`. After the stages, and
   /// before the first run.
@@ -144,6 +144,7 @@ class Executor {
 
   Schedule schedule_;
   std::vector<Edge> edges_;
+  std::vector<StageEdge> stage_edges_;  // the same
   std::shared_ptr<comm::ChannelPool> pool_;
   const at::Device device_;  // on which the graph computes
   std::map<int, std::unique_ptr<Stage>> stages_;

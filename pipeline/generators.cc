@@ -8,7 +8,6 @@
 #include <set>
 
 #include "core/check.h"
-#include "pipeline/generator_checks.h"
 
 namespace smp::pipeline {
 namespace {
@@ -66,6 +65,23 @@ std::string expected_placement(Placement placement, const ScheduleOptions& optio
   SMP_INTERNAL_ASSERT(false, "unknown placement");
 }
 
+/// Throws `ConfigError` that names the first option out of range.
+void check_options(const ScheduleOptions& options) {
+  check_positive("stages", options.stages());
+  check_positive("microbatches", options.microbatches());
+  check_positive("ranks", options.ranks());
+  check_positive("active_microbatches", options.active_microbatches());
+  SMP_CHECK_WITH(ConfigError,
+                 options.rank_of_stage().size() == static_cast<size_t>(options.stages()),
+                 "schedule option rank_of_stage: expected one rank for each of ", options.stages(),
+                 " stages, got ", options.rank_of_stage().size(), ".");
+  SMP_CHECK_WITH(ConfigError,
+                 options.backward_of_stage().size() == static_cast<size_t>(options.stages()),
+                 "schedule option backward_of_stage: expected true or false for each of ",
+                 options.stages(), " stages, got ", options.backward_of_stage().size(), ".");
+  check_edges(options.edges(), options.stages());
+}
+
 }  // namespace
 
 ScheduleOptions::ScheduleOptions(int stages, int microbatches)
@@ -94,28 +110,6 @@ ScheduleOptions ScheduleOptions::v_shaped(int ranks, int microbatches) {
     rank = std::min(rank, 2 * ranks - 1 - rank);
   }
   return options.ranks(ranks);
-}
-
-void check_options(const ScheduleOptions& options) {
-  check_positive("stages", options.stages());
-  check_positive("microbatches", options.microbatches());
-  check_positive("ranks", options.ranks());
-  check_positive("active_microbatches", options.active_microbatches());
-  SMP_CHECK_WITH(ConfigError,
-                 options.rank_of_stage().size() == static_cast<size_t>(options.stages()),
-                 "schedule option rank_of_stage: expected one rank for each of ", options.stages(),
-                 " stages, got ", options.rank_of_stage().size(), ".");
-  SMP_CHECK_WITH(ConfigError,
-                 options.backward_of_stage().size() == static_cast<size_t>(options.stages()),
-                 "schedule option backward_of_stage: expected true or false for each of ",
-                 options.stages(), " stages, got ", options.backward_of_stage().size(), ".");
-  check_edges(options.edges(), options.stages());
-}
-
-void check_options_of(const char* name, const ScheduleOptions& options) {
-  check_options(options);
-  const auto problem = schedule_kind(name).misplacement(options);
-  SMP_CHECK_WITH(ConfigError, problem.empty(), "schedule option rank_of_stage: ", problem);
 }
 
 ScheduleOptions ScheduleKind::place(int ranks, int per_rank, int microbatches) const {
@@ -163,34 +157,29 @@ Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& ba
   return result;
 }
 
-namespace {
-
-/// The generator's schedule, as far as it is needed.
-template <Schedule (*kGenerator)(const ScheduleOptions&)>
-Schedule needed(const ScheduleOptions& options) {
-  return without_backwards(kGenerator(options), options.backward_of_stage());
+Schedule ScheduleKind::generate(const ScheduleOptions& options) const {
+  check_options(options);
+  const auto problem = misplacement(options);
+  SMP_CHECK_WITH(ConfigError, problem.empty(), "schedule option rank_of_stage: ", problem);
+  return without_backwards(order(options), options.backward_of_stage());
 }
-
-}  // namespace
 
 const std::vector<ScheduleKind>& schedule_kinds() {
   static const std::vector<ScheduleKind> kKinds = {
-      {"simple", needed<simple>, Placement::kAny, InFlight::kAll, true, false},
-      {"interleaved", needed<interleaved>, Placement::kAny, InFlight::kActive, true, false},
-      {"1f1b", needed<one_forward_one_backward>, Placement::kOnePerRank, InFlight::kRanks, true,
-       false},
-      {"eager_1f1b", needed<eager_one_forward_one_backward>, Placement::kOnePerRank,
+      {"simple", simple, Placement::kAny, InFlight::kAll, true, false},
+      {"interleaved", interleaved, Placement::kAny, InFlight::kActive, true, false},
+      {"1f1b", one_forward_one_backward, Placement::kOnePerRank, InFlight::kRanks, true, false},
+      {"eager_1f1b", eager_one_forward_one_backward, Placement::kOnePerRank, InFlight::kTwiceRanks,
+       true, false},
+      {"interleaved_1f1b", interleaved_one_forward_one_backward, Placement::kLooped,
        InFlight::kTwiceRanks, true, false},
-      {"interleaved_1f1b", needed<interleaved_one_forward_one_backward>, Placement::kLooped,
-       InFlight::kTwiceRanks, true, false},
-      {"breadth_first", needed<breadth_first>, Placement::kLooped, InFlight::kAll, true, false},
-      {"zb_h1", needed<zero_bubble_h1>, Placement::kOnePerRank, InFlight::kSplitRanks, true, true},
-      {"zb_h2", needed<zero_bubble_h2>, Placement::kOnePerRank, InFlight::kSplitTwiceRanks, true,
-       true},
-      {"zbv", needed<zero_bubble_v>, Placement::kVShaped, InFlight::kSplitRanks, true, true},
-      {"dualpipe_v", needed<dualpipe_v>, Placement::kVShaped, InFlight::kTwiceRanks, true, true},
-      {"list", needed<list_schedule>, Placement::kAny, InFlight::kRanks, true, true},
-      {"forward_only", needed<forward_only>, Placement::kAny, InFlight::kRanks, false, false},
+      {"breadth_first", breadth_first, Placement::kLooped, InFlight::kAll, true, false},
+      {"zb_h1", zero_bubble_h1, Placement::kOnePerRank, InFlight::kSplitRanks, true, true},
+      {"zb_h2", zero_bubble_h2, Placement::kOnePerRank, InFlight::kSplitTwiceRanks, true, true},
+      {"zbv", zero_bubble_v, Placement::kVShaped, InFlight::kSplitRanks, true, true},
+      {"dualpipe_v", dualpipe_v, Placement::kVShaped, InFlight::kTwiceRanks, true, true},
+      {"list", list_schedule, Placement::kAny, InFlight::kRanks, true, true},
+      {"forward_only", forward_only, Placement::kAny, InFlight::kRanks, false, false},
   };
   return kKinds;
 }

@@ -49,10 +49,9 @@ struct ScheduleOptions {
 /// stage forwards, input gradients and weight gradients go in ascending microbatch order, so that
 /// gradients are always added in the same order. All are right for any `edges`, since they go
 /// through the stages as if these were a chain; `least_credit` says how many messages a channel
-/// must hold where values skip stages. All throw `smp::ConfigError` when an option is out of range,
-/// with its name, or when the stages are not placed as the schedule needs them, with the remedy. p
-/// is the number of ranks, r a rank counted along the pipeline, m the number of microbatches, F, B
-/// = I + W the times of a rank's forward and backward.
+/// must hold where values skip stages. `ScheduleKind::generate` checks the options, which are right
+/// here. p is the number of ranks, r a rank counted along the pipeline, m the number of
+/// microbatches, F, B = I + W the times of a rank's forward and backward.
 
 // --- any placement --------------------------------------------------------------------------
 
@@ -62,8 +61,9 @@ Schedule simple(const ScheduleOptions& options);
 /// A backward that is ready goes before a forward, and a rank begins another microbatch only while
 /// fewer than `active_microbatches` are in flight on it.
 ///
-/// This and `simple` place actions into slots of equal length: in each slot a rank does at most one
-/// forward or backward, chosen from those ready when the slot began, the lowest microbatch first.
+/// This, `simple` and `forward_only` place actions into slots of equal length: in each slot a rank
+/// does at most one forward or backward, chosen from those ready when the slot began, the lowest
+/// microbatch first.
 Schedule interleaved(const ScheduleOptions& options);
 
 /// Forwards only, for evaluation.
@@ -125,12 +125,17 @@ enum class InFlight { kAll, kActive, kRanks, kTwiceRanks, kSplitRanks, kSplitTwi
 
 /// A generator and its properties.
 struct ScheduleKind {
-  std::string name;  ///< name in the configuration
-  Schedule (*generate)(const ScheduleOptions&);
+  std::string name;                           ///< name in the configuration
+  Schedule (*order)(const ScheduleOptions&);  ///< the generator
   Placement placement;
   InFlight in_flight;
   bool trains;  ///< has backwards
   bool splits;  ///< splits them, at least some
+
+  /// The generator's schedule without backwards that are not needed. Throws `smp::ConfigError` when
+  /// an option is out of range, with its name, or when the stages are not placed as the schedule
+  /// needs them, with the remedy.
+  Schedule generate(const ScheduleOptions& options) const;
 
   /// Options for `ranks` ranks with `per_rank` stages on each, placed as this schedule needs them;
   /// 0: as few as it needs, which is two for those that visit a rank several times. A schedule that
@@ -159,11 +164,8 @@ Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& ba
 /// Adds to a schedule of compute actions: before each forward and backward the receives it needs,
 /// after it the sends of its results, nearest stage first, and after the last weight gradients of a
 /// stage its reduce. Stages of one rank hand values over without a transfer. Adds nothing that
-/// depends on time, so it also lowers compute orders written by hand.
-///
-/// With a `credit` the result has no deadlock if channels hold that many messages: a receive comes
-/// earlier where it must, and the rank may wait for it there. Then throws as `verify` does when the
-/// order is wrong. Without (0), `least_credit` says how much the channels must hold.
-Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges, int credit = 0);
+/// depends on time, so it also lowers compute orders written by hand. `least_credit` says how many
+/// messages the channels must hold.
+Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges);
 
 }  // namespace smp::pipeline

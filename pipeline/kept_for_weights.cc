@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/kept_for_weights.h"
 
+#include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 
 #include <algorithm>
@@ -64,13 +65,25 @@ bool is_autocast(const Operator& op, const Value& argument) {
   return is_on && op.handle.hasKernelForDispatchKey(key);
 }
 
+/// Whether libtorch computes each layer of an LSTM by one function, oneDNN's.
+bool is_one_function(const Graph& graph, const Operator& op) {
+  const c10::FunctionSchema& schema = op.handle.schema();
+  if (schema.name() != "aten::lstm" || schema.overload_name() != "input") return false;
+  const auto& states = op.arguments[1].values;
+  const auto size_of = [&](ValueId id) { return graph.values[id].meta.sizes.back(); };
+  const bool projects = size_of(states[0]) != size_of(states[1]);
+  const at::ScalarType type = graph.values[op.arguments[0].values[0]].meta.dtype;
+  return !projects && (type == at::kFloat || type == at::kBFloat16) &&
+         at::globalContext().userEnabledMkldnn() && at::hasMKLDNN();
+}
+
 /// Whether the operator is made of functions that `SplitBackward` divides: products of each weight
 /// with all rows of the input, or with states, of which there are as many.
 bool is_recurrent(const Graph& graph, const Operator& op) {
-  static const std::set<std::string> names = {"aten::gru",      "aten::gru_cell",
-                                              "aten::rnn_relu", "aten::rnn_relu_cell",
-                                              "aten::rnn_tanh", "aten::rnn_tanh_cell"};
-  return names.count(op.handle.schema().name()) > 0 &&
+  static const std::set<std::string> names = {
+      "aten::gru",      "aten::gru_cell",      "aten::lstm",         "aten::rnn_relu",
+      "aten::rnn_tanh", "aten::rnn_relu_cell", "aten::rnn_tanh_cell"};
+  return names.count(op.handle.schema().name()) > 0 && !is_one_function(graph, op) &&
          graph.values[op.arguments[0].values[0]].meta.device.is_cpu();
 }
 
@@ -120,8 +133,8 @@ class WeightHalf {
       : graph_(graph), plan_(plan), facts_(facts), stage_(stage) {
     for (const Edge& edge : edges) {
       if (edge.to != stage) continue;
-      leads_to_input_.insert(edge.gradients.begin(), edge.gradients.end());
-      leads_to_input_.insert(edge.replicas.begin(), edge.replicas.end());
+      const std::vector<ValueId> returning = edge.returning();
+      leads_to_input_.insert(returning.begin(), returning.end());
     }
     for (size_t i = 0; i < graph.operators.size(); ++i) {
       if (plan.stage_of_operator[i] == stage) add(static_cast<int>(i));

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -14,6 +16,7 @@ namespace smp::pipeline {
 namespace {
 
 using Kind = Action::Kind;
+using Backwards = DispatchRule::Backwards;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -34,21 +37,20 @@ class Dispatcher {
         next_(clocks_.size()),
         order_(clocks_.size()) {
     for (int rank = 0; rank < flow.ranks(); ++rank) {
-      in_flight_limit_.push_back(enough_in_flight(rank) + rule.extra_in_flight);
+      in_flight_limit_.push_back(
+          rule.in_flight > 0 ? rule.in_flight : enough_in_flight(rank) + rule.extra_in_flight);
     }
   }
 
   ActionOrder run() && {
     for (int rank = 0; rank < flow_.ranks(); ++rank) choose(rank);
-    for (;;) {
-      const auto earliest =
-          std::min_element(next_.begin(), next_.end(),
-                           [](const auto& a, const auto& b) { return a.start < b.start; });
-      if (earliest->start == kInfinity) break;
-      perform(static_cast<int>(earliest - next_.begin()), *earliest);
+    while (!waiting_.empty()) {
+      const int rank = waiting_.begin()->second;
+      perform(rank, next_[static_cast<size_t>(rank)]);
     }
     for (const auto& stage : done_) {
-      SMP_INTERNAL_ASSERT(stage.weights == flow_.microbatches(), "no rank can go on");
+      const int last = rule_.backwards == Backwards::kNone ? stage.forwards : stage.weights;
+      SMP_INTERNAL_ASSERT(last == flow_.microbatches(), "no rank can go on");
     }
     return std::move(order_);
   }
@@ -152,7 +154,7 @@ class Dispatcher {
       const auto& at = done(stage);
       const auto backward =
           split_ ? backward_input_of(stage, at.inputs) : backward_of(stage, at.inputs);
-      if (at.inputs < at.forwards) add_candidate(rank, backward);
+      if (at.inputs < at.forwards && may_run_backwards(rank)) add_candidate(rank, backward);
       if (at.forwards < flow_.microbatches() && may_begin(rank, stage)) {
         add_candidate(rank, forward_of(stage, at.forwards));
       }
@@ -160,7 +162,18 @@ class Dispatcher {
         add_candidate(rank, backward_weight_of(stage, at.weights));
       }
     }
-    next_[static_cast<size_t>(rank)] = best_candidate();
+    auto& next = next_[static_cast<size_t>(rank)];
+    const double before = std::exchange(next, best_candidate()).start;
+    if (next.start == before) return;
+    waiting_.erase({before, rank});
+    if (next.start < kInfinity) waiting_.insert({next.start, rank});
+  }
+
+  bool may_run_backwards(int rank) const {
+    if (rule_.backwards != Backwards::kAfterForwards) return rule_.backwards != Backwards::kNone;
+    const auto& stages = flow_.stages_of(rank);
+    return std::all_of(stages.begin(), stages.end(),
+                       [this](int stage) { return done(stage).forwards == flow_.microbatches(); });
   }
 
   void add_candidate(int rank, const Action& action) {
@@ -201,7 +214,8 @@ class Dispatcher {
     const int urgency = action.kind == Kind::kBackwardWeight ? 2
                         : forward == rule_.backward_first    ? 1
                                                              : 0;
-    return {urgency, action.microbatch / rule_.round, forward ? action.stage : -action.stage,
+    const bool earliest_stage = forward || rule_.in_flight > 0;
+    return {urgency, action.microbatch / rule_.round, earliest_stage ? action.stage : -action.stage,
             action.microbatch};
   }
 
@@ -258,14 +272,15 @@ class Dispatcher {
   const ScheduleOptions& options_;
   const bool split_;
   const DispatchRule rule_;
-  std::vector<Done> done_;             // progress of each stage
-  std::vector<double> forward_ends_;   // ends by stage and microbatch
-  std::vector<double> gradient_ends_;  // likewise, of the inputs
-  std::vector<double> clocks_;         // time of each rank
-  std::vector<double> memory_;         // memory of each rank
-  std::vector<int> in_flight_limit_;   // limit of each rank
-  std::vector<Candidate> next_;        // next candidate of each rank
-  std::vector<Candidate> candidates_;  // candidates of the rank that chooses
+  std::vector<Done> done_;                    // progress of each stage
+  std::vector<double> forward_ends_;          // ends by stage and microbatch
+  std::vector<double> gradient_ends_;         // likewise, of the inputs
+  std::vector<double> clocks_;                // time of each rank
+  std::vector<double> memory_;                // memory of each rank
+  std::vector<int> in_flight_limit_;          // limit of each rank
+  std::vector<Candidate> next_;               // next candidate of each rank
+  std::set<std::pair<double, int>> waiting_;  // starts and ranks of these, where there are any
+  std::vector<Candidate> candidates_;         // candidates of the rank that chooses
   ActionOrder order_;
 };
 

@@ -19,6 +19,12 @@ struct DispatchRule {
   double look_ahead;
   /// Microbatches that go through a rank's stages together.
   int round;
+  /// How many microbatches a rank may have in flight, whatever keeps it busy; 0: no such limit.
+  int in_flight = 0;
+  /// When a rank does backwards: as soon as they are ready, when it has done all its forwards, or
+  /// never.
+  enum class Backwards { kWhenReady, kAfterForwards, kNone };
+  Backwards backwards = Backwards::kWhenReady;
 };
 
 /// Runs all ranks in virtual time and gives each its next action by a rule; with `split`, backwards

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "core/check.h"
-#include "pipeline/generator_checks.h"
 #include "pipeline/generators.h"
 #include "pipeline/list_dispatcher.h"
 #include "pipeline/order_timing.h"
@@ -248,13 +247,7 @@ class Search {
   TimedOrder best_;
 };
 
-ActionOrder order_of(const Schedule& schedule) {
-  ActionOrder order;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) order.push_back(schedule.actions(rank));
-  return order;
-}
-
-/// The same with every backward split.
+/// The same order with every backward split.
 ActionOrder split(const ActionOrder& order) {
   ActionOrder result(order.size());
   for (size_t rank = 0; rank < order.size(); ++rank) {
@@ -283,7 +276,7 @@ void offer_other_schedules(const ScheduleOptions& options, bool split_backwards,
         (kind.splits && !split_backwards)) {
       continue;
     }
-    auto order = order_of(kind.generate(with_all));
+    auto order = kind.generate(with_all).lists();
     if (split_backwards) search.offer(split(order));
     search.offer(std::move(order));
   }
@@ -322,7 +315,6 @@ TimedOrder search_orders(const StageFlow& flow, const ScheduleOptions& options,
 }  // namespace
 
 Schedule list_schedule(const ScheduleOptions& given) {
-  check_options(given);
   auto options = given;
   options.costs(given.costs().filled(static_cast<size_t>(given.stages()), given.edges().size()));
   check_memory_limit(options);
@@ -333,9 +325,7 @@ Schedule list_schedule(const ScheduleOptions& given) {
     if (clearly_less(other.makespan, best.makespan)) best = std::move(other);
   }
   Schedule result(options.ranks(), options.microbatches(), options.rank_of_stage(), true);
-  for (int rank = 0; rank < options.ranks(); ++rank) {
-    result.actions(rank) = std::move(best.order[static_cast<size_t>(rank)]);
-  }
+  result.lists() = std::move(best.order);
   return result;
 }
 

@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
 #include <cstddef>
-#include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "pipeline/generators.h"
-#include "pipeline/verifier.h"
-#include "pipeline/walk.h"
 
 namespace smp::pipeline {
 namespace {
@@ -74,11 +71,10 @@ std::vector<size_t> last_weight_gradients(const std::vector<Action>& actions, in
 
 }  // namespace
 
-Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges, int credit) {
+Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges) {
   check_edges(edges, order.stages());
   const auto neighbours = find_neighbours(order, edges);
-  Schedule result(order.ranks(), order.microbatches(), order.rank_of_stage(),
-                  order.backward_of_stage());
+  Schedule result = order.without_actions();
   for (int rank = 0; rank < order.ranks(); ++rank) {
     const auto& actions = order.actions(rank);
     for (const auto& action : actions) {
@@ -97,11 +93,7 @@ Schedule lower(const Schedule& order, const std::vector<StageEdge>& edges, int c
       }
     }
   }
-  if (credit == 0) {
-    return result;
-  }
-  verify(result, edges, VerifyOptions().credit(order.microbatches()));
-  return receive_in_time(result, credit);
+  return result;
 }
 
 }  // namespace smp::pipeline

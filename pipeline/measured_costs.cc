@@ -6,7 +6,6 @@
 #include <optional>
 #include <utility>
 
-#include "pipeline/edge_of.h"
 #include "pipeline/generators.h"
 
 namespace smp::pipeline {
@@ -107,8 +106,7 @@ class CostMeter {
 }  // namespace
 
 Schedule exchange_backwards(const Schedule& schedule, const std::vector<StageEdge>& edges) {
-  Schedule order(schedule.ranks(), schedule.microbatches(), schedule.rank_of_stage(),
-                 schedule.backward_of_stage());
+  Schedule order = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     auto& actions = order.actions(rank);
     for (const Action& action : schedule.actions(rank)) {

@@ -2,7 +2,9 @@
 #include "pipeline/order_timing.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <limits>
+#include <numeric>
 
 namespace smp::pipeline {
 namespace {
@@ -21,16 +23,11 @@ StageFlow::StageFlow(const ScheduleOptions& options)
   for (int stage = 0; stage < options.stages(); ++stage) {
     stages_of_rank_[static_cast<size_t>(rank_of(stage))].push_back(stage);
   }
-  for (auto* direction : {&forward_, &backward_}) {
-    direction->sources.resize(rank_of_stage_.size());
-    direction->targets.resize(rank_of_stage_.size());
-    direction->sending.resize(rank_of_stage_.size(), 0);
-  }
+  forward_.resize(rank_of_stage_.size());
+  backward_.resize(rank_of_stage_.size());
   // In the order in which `lower` sends.
   std::vector<size_t> nearest_first(options.edges().size());
-  for (size_t i = 0; i < nearest_first.size(); ++i) {
-    nearest_first[i] = i;
-  }
+  std::iota(nearest_first.begin(), nearest_first.end(), 0);
   const auto distance = [&](size_t i) { return options.edges()[i].to - options.edges()[i].from; };
   std::sort(nearest_first.begin(), nearest_first.end(),
             [&](size_t a, size_t b) { return distance(a) < distance(b); });
@@ -43,52 +40,24 @@ StageFlow::StageFlow(const ScheduleOptions& options)
   }
 }
 
-void StageFlow::add(Direction& direction, int from, int to, double send, double latency) {
-  const auto source = static_cast<size_t>(from);
-  direction.targets[source].push_back(to);
+void StageFlow::add(std::vector<Links>& direction, int from, int to, double send, double latency) {
+  Links& source = direction[static_cast<size_t>(from)];
+  source.targets.push_back(to);
   double delay = 0;
   if (rank_of(from) != rank_of(to)) {
-    direction.sending[source] += send;
-    delay = direction.sending[source] + latency;
+    source.sending += send;
+    delay = source.sending + latency;
   }
-  direction.sources[static_cast<size_t>(to)].push_back({from, delay});
+  direction[static_cast<size_t>(to)].sources.push_back({from, delay});
 }
 
-const std::vector<StageFlow::Source>& StageFlow::sources(const Action& compute) const {
-  static const std::vector<Source> kNone;
+/// Weight gradients have no links.
+const StageFlow::Links& StageFlow::links(const Action& compute) const {
+  static const Links kNone;
   const auto stage = static_cast<size_t>(compute.stage);
-  return compute.kind == Kind::kForward    ? forward_.sources[stage]
-         : compute.makes_input_gradients() ? backward_.sources[stage]
+  return compute.kind == Kind::kForward    ? forward_[stage]
+         : compute.makes_input_gradients() ? backward_[stage]
                                            : kNone;
-}
-
-const std::vector<int>& StageFlow::targets(const Action& compute) const {
-  static const std::vector<int> kNone;
-  const auto stage = static_cast<size_t>(compute.stage);
-  return compute.kind == Kind::kForward    ? forward_.targets[stage]
-         : compute.makes_input_gradients() ? backward_.targets[stage]
-                                           : kNone;
-}
-
-double StageFlow::duration(const Action& compute) const {
-  const auto stage = static_cast<size_t>(compute.stage);
-  switch (compute.kind) {
-    case Kind::kForward:
-      return costs_.forward[stage];
-    case Kind::kBackward:
-      return costs_.backward[stage];
-    case Kind::kBackwardInput:
-      return costs_.backward_input[stage];
-    default:
-      return costs_.backward_weight[stage];
-  }
-}
-
-double StageFlow::sending(const Action& compute) const {
-  const auto stage = static_cast<size_t>(compute.stage);
-  return compute.kind == Kind::kForward    ? forward_.sending[stage]
-         : compute.makes_input_gradients() ? backward_.sending[stage]
-                                           : 0;
 }
 
 OrderTimer::OrderTimer(const StageFlow& flow)
@@ -124,12 +93,12 @@ void OrderTimer::wake(int rank) {
 }
 
 double OrderTimer::arrival(const Action& compute, const StageFlow::Source& source) const {
-  const auto& made = compute.kind == Kind::kForward ? forwards_ : gradients_;
+  const auto& made = made_by(compute);
   return made[flow_.index(source.stage, compute.microbatch)].end + source.delay;
 }
 
 bool OrderTimer::is_ready(const Action& compute) const {
-  const auto& made = compute.kind == Kind::kForward ? forwards_ : gradients_;
+  const auto& made = made_by(compute);
   for (const auto& source : flow_.sources(compute)) {
     if (made[flow_.index(source.stage, compute.microbatch)].end == kNotYet) {
       return false;
@@ -151,7 +120,8 @@ void OrderTimer::advance(const ActionOrder& order, int rank) {
     const double end = start + flow_.duration(action);
     clock = end + flow_.sending(action);
     if (action.kind != Kind::kBackwardWeight) {
-      made_by(action)[flow_.index(action)] = {end, times.size()};
+      auto& made = action.kind == Kind::kForward ? forwards_ : gradients_;
+      made[flow_.index(action)] = {end, times.size()};
     }
     times.push_back({start, end});
     for (const int target : flow_.targets(action)) {
@@ -174,8 +144,7 @@ std::vector<OrderTimer::Neighbours> OrderTimer::critical_neighbours(
       return flow_.rank_of(source.stage) != rank && arrival(action, source) == start;
     });
     if (cause != sources.end()) {
-      const auto& made = action.kind == Kind::kForward ? forwards_ : gradients_;
-      position = made[flow_.index(cause->stage, action.microbatch)].position;
+      position = made_by(action)[flow_.index(cause->stage, action.microbatch)].position;
       rank = flow_.rank_of(cause->stage);
     } else if (position > 0) {
       result.push_back({rank, --position});

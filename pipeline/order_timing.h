@@ -35,13 +35,13 @@ class StageFlow {
 
   /// The sources that a compute waits for: other stages' forwards or input gradients of its
   /// microbatch.
-  const std::vector<Source>& sources(const Action& compute) const;
+  const std::vector<Source>& sources(const Action& compute) const { return links(compute).sources; }
   /// Which stages wait for it, for the same computes.
-  const std::vector<int>& targets(const Action& compute) const;
+  const std::vector<int>& targets(const Action& compute) const { return links(compute).targets; }
   /// How long its rank computes.
-  double duration(const Action& compute) const;
+  double duration(const Action& compute) const { return costs_.of(compute); }
   /// How long its rank is busy sending afterwards.
-  double sending(const Action& compute) const;
+  double sending(const Action& compute) const { return links(compute).sending; }
 
   /// Where numbers by stage and microbatch keep that of `compute`.
   size_t index(const Action& compute) const { return index(compute.stage, compute.microbatch); }
@@ -53,21 +53,22 @@ class StageFlow {
   size_t size() const { return rank_of_stage_.size() * static_cast<size_t>(microbatches_); }
 
  private:
-  /// One direction of the pass.
-  struct Direction {
-    std::vector<std::vector<Source>> sources;  // sources by stage
-    std::vector<std::vector<int>> targets;     // targets by stage
-    std::vector<double> sending;               // time of sending by stage
+  /// A stage's sources and targets in one direction of the pass.
+  struct Links {
+    std::vector<Source> sources;
+    std::vector<int> targets;
+    double sending = 0;  // time
   };
 
-  void add(Direction& direction, int from, int to, double send, double latency);
+  void add(std::vector<Links>& direction, int from, int to, double send, double latency);
+  const Links& links(const Action& compute) const;
 
   int microbatches_;
   std::vector<int> rank_of_stage_;
   std::vector<std::vector<int>> stages_of_rank_;
   StageCosts costs_;
-  Direction forward_;
-  Direction backward_;
+  std::vector<Links> forward_;   // links by stage
+  std::vector<Links> backward_;  // likewise
 };
 
 /// Runs orders of computes in virtual time, as `simulate` runs the schedules that `lower` makes of
@@ -101,7 +102,7 @@ class OrderTimer {
     size_t position;
   };
 
-  std::vector<Made>& made_by(const Action& compute) {
+  const std::vector<Made>& made_by(const Action& compute) const {
     return compute.kind == Action::Kind::kForward ? forwards_ : gradients_;
   }
   bool is_ready(const Action& compute) const;

@@ -43,29 +43,23 @@ bool is_used_where_made(const Graph& graph, const Plan& plan, const graph::Value
 
 class CostPredictor {
  public:
-  CostPredictor(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges,
-                const partitioner::CostModel& costs)
+  CostPredictor(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges)
       : graph_(graph),
         aliases_(graph),
         plan_(plan),
         edges_(edges),
-        links_(costs),
-        backward_of_stage_(backward_of_stage(graph, plan, edges)) {
-    costs_.forward.assign(plan.stages(), 0);
-    costs_.backward_input.assign(plan.stages(), 0);
-    costs_.backward_weight.assign(plan.stages(), 0);
-    costs_.kept.assign(plan.stages(), 0);
-  }
+        backward_of_stage_(backward_of_stage(graph, plan, edges)) {}
 
   StageCosts run(const partitioner::Prediction& prediction) {
-    add_operators();
-    move_to_weights();
-    add_messages();
-    add_tensors();
+    std::vector<double> weights = times_of_weights();
     for (int s = 0; s < plan_.stages(); ++s) {
       const auto& stage = prediction.stages[s];
-      costs_.kept[s] = static_cast<double>(stage.activations) / std::max(stage.in_flight, 1);
+      if (!sends_gradients(s)) weights[s] = stage.backward_us;
+      costs_.forward.push_back(stage.forward_us + stage.values_us);
+      costs_.backward_input.push_back(stage.backward_us - weights[s] + stage.gradients_us);
+      costs_.kept.push_back(static_cast<double>(stage.activations) / std::max(stage.in_flight, 1));
     }
+    costs_.backward_weight = std::move(weights);
     let_go_of_sent();
     keep_for_weights();
     leave_out_backwards();
@@ -76,28 +70,14 @@ class CostPredictor {
   }
 
  private:
-  void add_operators() {
-    for (size_t i = 0; i < graph_.operators.size(); ++i) {
+  /// The time of parameters' gradients, by stage.
+  std::vector<double> times_of_weights() const {
+    std::vector<double> times(plan_.stages(), 0);
+    for (size_t i = 0; graph_.trains() && i < graph_.operators.size(); ++i) {
       const graph::Operator& op = graph_.operators[i];
-      const int stage = plan_.stage_of_operator[i];
-      costs_.forward[stage] += op.cost.forward_us;
-      if (!graph_.trains()) continue;
-      const double weights = op.reads_parameter ? op.cost.backward_us / 2 : 0;
-      costs_.backward_weight[stage] += weights;
-      costs_.backward_input[stage] += op.cost.backward_us - weights;
+      if (op.reads_parameter) times[plan_.stage_of_operator[i]] += op.cost.backward_us / 2;
     }
-    for (const auto& again : plan_.recomputed) {
-      costs_.forward[again.stage] += graph_.operators[again.operator_index].cost.forward_us;
-    }
-  }
-
-  /// Where no earlier stage waits for gradients.
-  void move_to_weights() {
-    for (int s = 0; s < plan_.stages(); ++s) {
-      if (sends_gradients(s)) continue;
-      costs_.backward_weight[s] += costs_.backward_input[s];
-      costs_.backward_input[s] = 0;
-    }
+    return times;
   }
 
   /// Removes values that the prediction counts where they are made, although only the stage that
@@ -122,9 +102,8 @@ class CostPredictor {
 
   /// Whether some earlier stage waits for gradients.
   bool sends_gradients(int stage) const {
-    return std::any_of(edges_.begin(), edges_.end(), [&](const Edge& edge) {
-      return edge.to == stage && !(edge.gradients.empty() && edge.replicas.empty());
-    });
+    return std::any_of(edges_.begin(), edges_.end(),
+                       [&](const Edge& edge) { return edge.to == stage && edge.needs_gradient(); });
   }
 
   /// A stage that sends no gradients does all in the second half.
@@ -149,41 +128,10 @@ class CostPredictor {
     }
   }
 
-  void add_messages() {
-    for (const Edge& edge : edges_) {
-      if (plan_.rank_of_stage[edge.from] == plan_.rank_of_stage[edge.to]) continue;
-      if (edge.values.empty()) continue;
-      const double message = partitioner::message_us(link(edge.from, edge.to), /*trains=*/false);
-      add_on_both_ends(costs_.forward, edge.from, edge.to, message);
-      if (graph_.trains()) add_on_both_ends(costs_.backward_input, edge.from, edge.to, message);
-    }
-  }
-
-  void add_tensors() {
-    for (const auto& hop : plan_.transfers) {
-      if (plan_.rank_of_stage[hop.from] == plan_.rank_of_stage[hop.to]) continue;
-      const double us =
-          partitioner::transfer_us(link(hop.from, hop.to), graph_.values[hop.value].meta.nbytes(),
-                                   /*needs_gradient=*/false);
-      add_on_both_ends(costs_.forward, hop.from, hop.to, us);
-      if (hop.needs_gradient) add_on_both_ends(costs_.backward_input, hop.from, hop.to, us);
-    }
-  }
-
-  const partitioner::Link& link(int from, int to) const {
-    return links_.between(plan_.rank_of_stage[from], plan_.rank_of_stage[to]);
-  }
-
-  static void add_on_both_ends(std::vector<double>& of, int from, int to, double us) {
-    of[from] += us;
-    of[to] += us;
-  }
-
   const Graph& graph_;
   const graph::AliasAnalysis aliases_;
   const Plan& plan_;
   const std::vector<Edge>& edges_;
-  const partitioner::CostModel& links_;
   const std::vector<bool> backward_of_stage_;
   StageCosts costs_;
 };
@@ -191,9 +139,8 @@ class CostPredictor {
 }  // namespace
 
 StageCosts predicted_costs(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges,
-                           const partitioner::Prediction& prediction,
-                           const partitioner::CostModel& costs) {
-  return CostPredictor(graph, plan, edges, costs).run(prediction);
+                           const partitioner::Prediction& prediction) {
+  return CostPredictor(graph, plan, edges).run(prediction);
 }
 
 }  // namespace smp::pipeline

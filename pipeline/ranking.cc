@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/ranking.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <cstdio>
 #include <tuple>
 #include <utility>
 
@@ -29,16 +30,7 @@ std::string too_large(const Simulation& simulation, const std::vector<double>& l
 }
 
 /// "12.3", and no digits that mean nothing.
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g", value);
-  return text;
-}
-
-std::string padded(std::string text, size_t width) {
-  text.resize(std::max(text.size(), width), ' ');
-  return text;
-}
+std::string number(double value) { return fmt::format("{:.4g}", value); }
 
 }  // namespace
 
@@ -93,14 +85,12 @@ ScheduleRanking rank_schedules(const ScheduleOptions& options, ListSearch search
 }
 
 std::string to_string(const ScheduleRanking& ranking) {
-  constexpr size_t kName = 18;
-  constexpr size_t kNumber = 10;
-  std::string text = padded("schedule", kName) + padded("makespan", kNumber) +
-                     padded("idle", kNumber) + "most kept\n";
+  constexpr const char* kRow = "{:<18}{:<10}{:<10}{}\n";
+  std::string text = fmt::format(kRow, "schedule", "makespan", "idle", "most kept");
   for (const auto& [name, schedule, simulation] : ranking.schedules) {
-    text += padded(name, kName) + padded(number(simulation.makespan), kNumber) +
-            padded(number(100 * simulation.bubble()) + " %", kNumber) +
-            number(most(simulation.peak_memory)) + '\n';
+    text +=
+        fmt::format(kRow, name, number(simulation.makespan),
+                    number(100 * simulation.bubble()) + " %", number(most(simulation.peak_memory)));
   }
   text += "idle by rank under " + ranking.choice().name + ':';
   for (const double idle : ranking.choice().simulation.idle) {

@@ -186,6 +186,14 @@ void check_edges(const std::vector<StageEdge>& edges, int stages) {
   }
 }
 
+size_t edge_of(const Action& transfer, const std::vector<StageEdge>& edges) {
+  const auto [from, to] = std::minmax(transfer.stage, transfer.peer);
+  const auto found = std::find_if(
+      edges.begin(), edges.end(),
+      [from = from, to = to](const StageEdge& edge) { return edge.from == from && edge.to == to; });
+  return static_cast<size_t>(found - edges.begin());
+}
+
 Schedule::Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage, bool has_backward)
     : Schedule(ranks, microbatches, rank_of_stage,
                std::vector<bool>(rank_of_stage.size(), has_backward)) {}
@@ -251,7 +259,7 @@ void check_size(const Schedule& schedule, std::string_view where) {
             ": expected at most ", kMostStages, " stages, got ", schedule.stages(),
             ". Use fewer stages.");
   size_t actions = 0;
-  for (int rank = 0; rank < schedule.ranks(); ++rank) actions += schedule.actions(rank).size();
+  for (const auto& list : schedule.lists()) actions += list.size();
   const auto forwards =
       static_cast<size_t>(schedule.stages()) * static_cast<size_t>(schedule.microbatches());
   SMP_CHECK(actions + kMostMissing >= forwards, "cannot read the schedule: ", where,

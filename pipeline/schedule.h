@@ -26,6 +26,9 @@ std::vector<StageEdge> chain_edges(int stages);
 /// twice.
 void check_edges(const std::vector<StageEdge>& edges, int stages);
 
+/// The index of the edge that a transfer goes over, whichever way; `edges.size()` if there is none.
+size_t edge_of(const Action& transfer, const std::vector<StageEdge>& edges);
+
 /// The actions of each rank of a pipeline in one step, in order. Pure data: equal on all ranks,
 /// printable, parsable. Whether it makes sense is for `verify` to say.
 class Schedule {
@@ -54,6 +57,15 @@ class Schedule {
     return actions_.at(static_cast<size_t>(rank));
   }
   std::vector<Action>& actions(int rank) { return actions_.at(static_cast<size_t>(rank)); }
+
+  /// The actions of all ranks.
+  const std::vector<std::vector<Action>>& lists() const { return actions_; }
+  std::vector<std::vector<Action>>& lists() { return actions_; }
+
+  /// The same with empty lists.
+  Schedule without_actions() const {
+    return {ranks(), microbatches_, rank_of_stage_, backward_of_stage_};
+  }
 
   friend bool operator==(const Schedule& a, const Schedule& b) {
     return a.microbatches_ == b.microbatches_ && a.rank_of_stage_ == b.rank_of_stage_ &&

@@ -64,9 +64,7 @@ class CsvReader {
     }
     Schedule schedule(static_cast<int>(rows_.size()), microbatches_, std::move(rank_of_stage_),
                       std::move(backward_of_stage_));
-    for (size_t rank = 0; rank < rows_.size(); ++rank) {
-      schedule.actions(static_cast<int>(rank)) = std::move(rows_[rank]);
-    }
+    schedule.lists() = std::move(rows_);
     check_size(schedule, source_);
     return schedule;
   }
@@ -232,14 +230,10 @@ Schedule schedule_from_json(const std::string& text, const std::string& source_n
 }
 
 bool is_compute_order(const Schedule& schedule) {
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    const auto& actions = schedule.actions(rank);
-    if (!std::all_of(actions.begin(), actions.end(),
-                     [](const Action& action) { return action.is_compute(); })) {
-      return false;
-    }
-  }
-  return true;
+  const auto is_compute = [](const Action& action) { return action.is_compute(); };
+  return std::all_of(schedule.lists().begin(), schedule.lists().end(), [&](const auto& actions) {
+    return std::all_of(actions.begin(), actions.end(), is_compute);
+  });
 }
 
 Schedule load_schedule(const std::string& path) {

@@ -44,9 +44,6 @@ class Simulator {
     for (const double busy : result_.busy) {
       result_.idle.push_back(result_.makespan - busy);
     }
-    for (const auto& timeline : result_.timeline) {
-      result_.span.push_back(span_of(timeline));
-    }
     for (const KeptMemory& kept : kept_) {
       result_.peak_memory.push_back(kept.peak());
     }
@@ -79,29 +76,8 @@ class Simulator {
   }
 
   double duration(const Action& action) const {
-    const auto stage = static_cast<size_t>(action.stage);
-    switch (action.kind) {
-      case Action::Kind::kForward:
-        return costs_.forward[stage];
-      case Action::Kind::kBackward:
-        return costs_.backward[stage];
-      case Action::Kind::kBackwardInput:
-        return costs_.backward_input[stage];
-      case Action::Kind::kBackwardWeight:
-        return costs_.backward_weight[stage];
-      case Action::Kind::kSendForward:
-      case Action::Kind::kSendBackward:
-        return send_[pair(action.stage, action.peer)];
-      default:
-        return 0;
-    }
-  }
-
-  static double span_of(const std::vector<TimedAction>& timeline) {
-    const auto computes = [](const TimedAction& timed) { return timed.action.is_compute(); };
-    const auto first = std::find_if(timeline.begin(), timeline.end(), computes);
-    const auto last = std::find_if(timeline.rbegin(), timeline.rend(), computes);
-    return first == timeline.end() ? 0 : last->end - first->start;
+    if (action.is_compute()) return costs_.of(action);
+    return action.is_send() ? send_[pair(action.stage, action.peer)] : 0;
   }
 
   // Edges go to later stages and gradients to earlier ones, so a pair of stages is one channel.
@@ -122,14 +98,12 @@ class Simulator {
 };
 
 bool splits_backward(const Schedule& schedule) {
-  for (int rank = 0; rank < schedule.ranks(); ++rank) {
-    for (const auto& action : schedule.actions(rank)) {
-      if (action.kind == Action::Kind::kBackwardInput) {
-        return true;
-      }
-    }
-  }
-  return false;
+  const auto& lists = schedule.lists();
+  return std::any_of(lists.begin(), lists.end(), [](const std::vector<Action>& actions) {
+    return std::any_of(actions.begin(), actions.end(), [](const Action& action) {
+      return action.kind == Action::Kind::kBackwardInput;
+    });
+  });
 }
 
 bool has_several_stages(const std::vector<TimedAction>& timeline) {

@@ -26,8 +26,6 @@ struct Simulation {
   std::vector<double> busy;
   /// Idle time of each rank: makespan - busy.
   std::vector<double> idle;
-  /// Time of each rank from its first action of compute to the end of its last.
-  std::vector<double> span;
   /// The most memory that each rank keeps at a time, of `costs.kept`.
   std::vector<double> peak_memory;
   /// All actions of each rank, in order.

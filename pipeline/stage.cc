@@ -315,6 +315,15 @@ Gradients Stage::backward(int microbatch, GradientSums* sums) {
   return rest;
 }
 
+Gradients Stage::backward(const Action& action, GradientSums* sums) {
+  if (action.kind == Action::Kind::kBackward) return backward(action.microbatch, sums);
+  if (action.kind == Action::Kind::kBackwardWeight) {
+    return backward_weights(action.microbatch, sums);
+  }
+  backward_inputs(action.microbatch, sums);
+  return {};
+}
+
 void Stage::backward_inputs(int microbatch, GradientSums* sums) {
   InFlight& state = in_flight_[microbatch];
   begin_backward(state);

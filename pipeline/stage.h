@@ -117,6 +117,9 @@ class Stage {
   void backward_inputs(int microbatch, GradientSums* sums);
   Gradients backward_weights(int microbatch, GradientSums* sums);
 
+  /// That of these three which the action is.
+  Gradients backward(const Action& action, GradientSums* sums);
+
   /// From the microbatch's next forward to the end of its backward, or of the forward if it has
   /// none: writes the results into `record`. Null: nothing.
   void record(int microbatch, StageRecord* record) { in_flight_.at(microbatch).record = record; }

@@ -39,14 +39,13 @@ bool lie_alike(const std::vector<CapturedTensor>& a, const std::vector<CapturedT
 
 }  // namespace
 
-CapturedTensor::Content CapturedTensor::content_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return Content::kUndefined;
-  return tensor._is_zerotensor() ? Content::kZeros : Content::kElements;
-}
-
-CapturedTensor::CapturedTensor(const at::Tensor& like) : content_(content_of(like)) {
-  if (content_ == Content::kZeros) tensor_ = like.detach();
-  if (content_ == Content::kElements) layout_.emplace(like);
+CapturedTensor::CapturedTensor(const at::Tensor& like) {
+  if (!like.defined()) return;
+  if (like._is_zerotensor()) {
+    tensor_ = like.detach();
+  } else {
+    layout_.emplace(like);
+  }
 }
 
 CapturedTensor CapturedTensor::at(const at::Tensor& tensor) {
@@ -64,7 +63,8 @@ at::Tensor CapturedTensor::allocate() {
 }
 
 bool CapturedTensor::lies_like(const CapturedTensor& other) const {
-  return content_ == other.content_ && (!layout_ || lie_alike(*layout_, *other.layout_));
+  if (layout_ && other.layout_) return lie_alike(*layout_, *other.layout_);
+  return !layout_ && !other.layout_ && tensor_.defined() == other.tensor_.defined();
 }
 
 void CapturedTensor::write(const at::Tensor& tensor) const {
@@ -129,6 +129,7 @@ void StageGraphs::note(const Action& action, const Inputs& inputs) {
 
 void StageGraphs::forget() {
   forget_servers();
+  stage_.forget_casts();
   for (auto& [key, computation] : computations_) {
     Computation noted;
     noted.inputs = std::move(computation.inputs);
@@ -173,18 +174,10 @@ void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& c
   StepResults results;
   results.keeps_losses = true;
   Gradients gradients;
-  switch (action.kind) {
-    case Action::Kind::kForward:
-      stage_.forward(action.microbatch, inputs, {}, results);
-      break;
-    case Action::Kind::kBackward:
-      gradients = stage_.backward(action.microbatch, nullptr);
-      break;
-    case Action::Kind::kBackwardInput:
-      stage_.backward_inputs(action.microbatch, nullptr);
-      break;
-    default:
-      gradients = stage_.backward_weights(action.microbatch, nullptr);
+  if (action.is_backward()) {
+    gradients = stage_.backward(action, nullptr);
+  } else {
+    stage_.forward(action.microbatch, inputs, {}, results);
   }
   for (const auto& loss : results.losses) computation.losses.push_back(keep(loss.value));
   for (const auto& output : results.outputs) {

@@ -37,11 +37,7 @@ class CapturedTensor {
   at::Tensor copy() const;
 
  private:
-  enum class Content { kUndefined, kZeros, kElements };
-  static Content content_of(const at::Tensor& tensor);
-
-  Content content_;
-  std::optional<graph::Layout> layout_;  // layout of elements
+  std::optional<graph::Layout> layout_;  // null: the tensor is undefined, or zeros without memory
   at::Tensor tensor_;
 };
 
@@ -71,7 +67,9 @@ class StageGraphs {
   /// Does the same as `Stage::backward` and its two parts. False if the microbatch is the stage's.
   bool backward(const Action& action, const graph::RandomKey& key, GradientSums& sums);
 
-  /// Forgets captures, and not notes.
+  Stage& stage() const { return stage_; }
+
+  /// Forgets captures and the casts that they read, and not notes.
   void forget();
 
   /// Whether parameters and buffers lie where they lay when they were captured.

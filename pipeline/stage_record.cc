@@ -88,8 +88,7 @@ void Stage::record_gradients(const InFlight& state) const {
   if (state.record == nullptr) return;
   for (const auto& incoming : program_.incoming) {
     const Edge& edge = program_.edges[program_.own_edges[incoming.place]];
-    std::vector<ValueId> values = edge.gradients;
-    values.insert(values.end(), edge.replicas.begin(), edge.replicas.end());
+    const std::vector<ValueId> values = edge.returning();
     const Message& returning = state.gradients[incoming.place];
     for (size_t i = 0; i < values.size(); ++i) {
       state.record->hashes.push_back(

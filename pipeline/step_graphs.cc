@@ -46,7 +46,6 @@ void StepGraphs::add_stage(Stage& stage) {
     return;
   }
   graphs_.try_emplace(stage.index(), stage, microbatches_);
-  stages_.emplace(stage.index(), &stage);
 }
 
 /// A reason against graphs holds ever after.
@@ -89,7 +88,6 @@ bool StepGraphs::are_valid() const {
 void StepGraphs::forget_graphs() {
   wait_for_launches();
   for (auto& [stage, graphs] : graphs_) graphs.forget();
-  for (const auto& [index, stage] : stages_) stage->forget_casts();
   is_captured_ = false;
 }
 
@@ -113,7 +111,7 @@ std::string StepGraphs::capture() {
 }
 
 void StepGraphs::forget_captures() {
-  for (const auto& [index, stage] : stages_) stage->forget_microbatches();
+  for (auto& [index, graphs] : graphs_) graphs.stage().forget_microbatches();
   forget_graphs();
 }
 
@@ -173,13 +171,13 @@ size_t StepGraphs::capture(const std::vector<Block>& blocks) {
 }
 
 void StepGraphs::capture_all() {
-  for (const auto& [index, stage] : stages_) {
-    stage->forget_leaves();
-    stage->reserve_casts();
+  for (auto& [index, graphs] : graphs_) {
+    graphs.stage().forget_leaves();
+    graphs.stage().reserve_casts();
   }
   const std::vector<Block> blocks = this->blocks();
   const size_t graphs = capture(blocks);
-  for (const auto& [index, stage] : stages_) stage->forget_leaves();
+  for (auto& [index, graphs] : graphs_) graphs.stage().forget_leaves();
   is_captured_ = true;
   size_t computations = 0;
   for (const Block& block : blocks) computations += block.size();

@@ -75,7 +75,6 @@ class StepGraphs {
   const int microbatches_;
   const bool required_;
   std::map<int, StageGraphs> graphs_;  // graphs of the stages that can be captured
-  std::map<int, Stage*> stages_;       // the same
   Use use_ = Use::kNothing;            // in this step
   bool is_noted_ = false, is_captured_ = false;
   std::optional<c10::Stream> launched_on_;  // graphs that may be under way

@@ -105,7 +105,7 @@ Lane lane_of(const RankTimeline& recorded, size_t step, const std::vector<Action
   for (size_t i = 0; i < actions.size(); ++i) {
     const ActionRecord& record = recorded.steps[step].records[i];
     lane.actions.push_back({actions[i], us(record.start - origin), us(record.end - origin),
-                            static_cast<double>(record.kept)});
+                            static_cast<double>(recorded.kept[i])});
   }
   for (const ReductionRecord& record : recorded.steps[step].reductions) {
     lane.reductions.push_back({us(record.start - origin), us(record.end - origin), record.bytes});
@@ -150,15 +150,15 @@ std::vector<std::string_view> used_columns(const StepTimeline& step) {
 // --- recording --------------------------------------------------------------------------------
 
 void RankTimeline::shift(int64_t ns) {
+  const auto move = [ns](auto& records) {
+    for (auto& record : records) {
+      record.start += ns;
+      record.end += ns;
+    }
+  };
   for (Step& step : steps) {
-    for (ActionRecord& record : step.records) {
-      record.start += ns;
-      record.end += ns;
-    }
-    for (ReductionRecord& record : step.reductions) {
-      record.start += ns;
-      record.end += ns;
-    }
+    move(step.records);
+    move(step.reductions);
   }
 }
 
@@ -170,6 +170,7 @@ TimelineRecorder::TimelineRecorder(int replica, int rank, int64_t actions, int64
   timeline_.replica = replica;
   timeline_.rank = rank;
   timeline_.bytes.resize(static_cast<size_t>(actions));
+  timeline_.kept.resize(static_cast<size_t>(actions));
   timeline_.steps.resize(static_cast<size_t>(steps));
   for (RankTimeline::Step& step : timeline_.steps) {
     step.records.resize(static_cast<size_t>(actions));
@@ -186,10 +187,8 @@ void TimelineRecorder::set_kept(const std::vector<TimedAction>& simulated) {
   SMP_INTERNAL_ASSERT(simulated.size() == timeline_.bytes.size(),
                       "timeline: expected what is kept after ", timeline_.bytes.size(),
                       " actions, got ", simulated.size());
-  for (RankTimeline::Step& step : timeline_.steps) {
-    for (size_t i = 0; i < simulated.size(); ++i) {
-      step.records[i].kept = static_cast<int64_t>(simulated[i].memory);
-    }
+  for (size_t i = 0; i < simulated.size(); ++i) {
+    timeline_.kept[i] = static_cast<int64_t>(simulated[i].memory);
   }
 }
 
@@ -209,12 +208,14 @@ RankTimeline TimelineRecorder::finish() const {
 std::vector<int64_t> pack(const RankTimeline& timeline) {
   std::vector<int64_t> numbers = {timeline.replica, timeline.rank,
                                   static_cast<int64_t>(timeline.bytes.size())};
-  numbers.insert(numbers.end(), timeline.bytes.begin(), timeline.bytes.end());
+  for (const auto* of_actions : {&timeline.bytes, &timeline.kept}) {
+    numbers.insert(numbers.end(), of_actions->begin(), of_actions->end());
+  }
   numbers.push_back(static_cast<int64_t>(timeline.steps.size()));
   for (const RankTimeline::Step& step : timeline.steps) {
     numbers.push_back(step.number);
     for (const ActionRecord& record : step.records) {
-      numbers.insert(numbers.end(), {record.start, record.end, record.kept});
+      numbers.insert(numbers.end(), {record.start, record.end});
     }
     numbers.push_back(static_cast<int64_t>(step.reductions.size()));
     for (const ReductionRecord& record : step.reductions) {
@@ -230,7 +231,10 @@ RankTimeline unpack_timeline(const std::vector<int64_t>& numbers) {
   result.replica = static_cast<int>(unpacker.next());
   result.rank = static_cast<int>(unpacker.next());
   result.bytes.resize(unpacker.count());
-  for (int64_t& bytes : result.bytes) bytes = unpacker.next();
+  result.kept.resize(result.bytes.size());
+  for (auto* of_actions : {&result.bytes, &result.kept}) {
+    for (int64_t& number : *of_actions) number = unpacker.next();
+  }
   result.steps.resize(unpacker.count());
   for (RankTimeline::Step& step : result.steps) {
     step.number = unpacker.next();
@@ -238,7 +242,6 @@ RankTimeline unpack_timeline(const std::vector<int64_t>& numbers) {
     for (ActionRecord& record : step.records) {
       record.start = unpacker.next();
       record.end = unpacker.next();
-      record.kept = unpacker.next();
     }
     step.reductions.resize(unpacker.count());
     for (ReductionRecord& record : step.reductions) {

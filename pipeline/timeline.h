@@ -20,12 +20,10 @@ namespace smp::pipeline {
 
 // --- recording ------------------------------------------------------------------------------
 
-/// When a rank was at an action, in ns on a clock that only goes forward, and the bytes of
-/// activations that the rank kept after it.
+/// When a rank was at an action, in ns on a clock that only goes forward.
 struct ActionRecord {
   int64_t start = 0;
   int64_t end = 0;
-  int64_t kept = 0;
 };
 
 /// When a bucket of gradients was summed over the replicas, beside the actions, and the bytes of
@@ -48,6 +46,7 @@ struct RankTimeline {
   int replica = 0;
   int rank = 0;                ///< rank of the pipeline
   std::vector<int64_t> bytes;  ///< bytes of each action's message, 0 where there is none
+  std::vector<int64_t> kept;   ///< bytes of activations that the rank keeps after each action
   std::vector<Step> steps;
 
   /// Adds `ns` to every time, to move it to the clock of another rank (`clock_offset`).
@@ -69,8 +68,8 @@ class TimelineRecorder {
 
   /// Before the steps: the length of the message of transfer `action`.
   void set_bytes(size_t action, int64_t bytes) { timeline_.bytes.at(action) = bytes; }
-  /// Before the steps: the memory that the rank keeps after each action, in bytes, where nothing
-  /// measures it in the step: `TimedAction::memory` of the schedule's simulation. Throws
+  /// Before the steps: the memory that the rank keeps after each action, in bytes, which nothing
+  /// measures in a step: `TimedAction::memory` of the schedule's simulation. Throws
   /// `smp::Error` for another number of actions.
   void set_kept(const std::vector<TimedAction>& simulated);
 
@@ -80,11 +79,7 @@ class TimelineRecorder {
   void begin_step(int64_t number);
   /// The times of an action of this step. Successive actions can share a reading: one's end is the
   /// next one's start.
-  void record(size_t action, int64_t start, int64_t end) {
-    ActionRecord& record = current_[action];
-    record.start = start;
-    record.end = end;
-  }
+  void record(size_t action, int64_t start, int64_t end) { current_[action] = {start, end}; }
   /// After this step: its reductions.
   void record_reductions(std::vector<ReductionRecord> reductions) {
     timeline_.steps[begun_ - 1].reductions = std::move(reductions);

@@ -19,11 +19,6 @@ using Visit = std::function<void(int rank, size_t position, const Action& action
 /// checks.
 void walk(const Schedule& schedule, int credit, const Visit& visit);
 
-/// The same actions in an order without deadlock: a receive comes earlier in the list of its rank,
-/// to where the message is sure to have been sent, if a channel of `credit` messages cannot keep
-/// it until it is used. Throws as `walk` does when no credit prevents the deadlock.
-Schedule receive_in_time(const Schedule& schedule, int credit);
-
 /// The least credit from `at_least` on with which `walk` gets to the end, if any below the number
 /// of microbatches does; else that number, since a channel never holds more.
 int least_credit(const Schedule& schedule, int at_least);

@@ -116,7 +116,7 @@ std::string cuts_text(const Graph& graph, const partitioner::Plan& plan) {
 }
 
 std::string schedule_name(const Graph& graph, const Forecast& forecast) {
-  return graph.trains() ? forecast.pipeline : "forward only";
+  return graph.trains() ? forecast.name : "forward only";
 }
 
 std::string step_text(const Graph& graph, const Forecast& forecast) {
@@ -173,7 +173,7 @@ ordered_json stages_json(const Graph& graph, const Forecast& forecast) {
                       {"operators", end - begin},
                       {"forward_us", forecast.options.costs().forward[s]},
                       {"backward_us", forecast.options.costs().backward[s]},
-                      {"transfer_us", stage.transfer_us},
+                      {"transfer_us", stage.transfer_us()},
                       {"in_flight", stage.in_flight},
                       {"memory",
                        {{"weights", stage.weights},

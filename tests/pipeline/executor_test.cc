@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/executor.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
@@ -11,7 +12,7 @@
 #include <vector>
 
 #include "comm/channel_pool.h"
-#include "comm/threads/thread_communicator.h"
+#include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "dp/step_gradients.h"
 #include "pipeline/generators.h"
@@ -201,7 +202,10 @@ class Sums final : public dp::StepGradients {
   }
   void accumulate(int /*shard*/, size_t /*index*/, at::Tensor /*gradient*/, bool /*first*/,
                   core::TensorUpdates& /*updates*/) override {}
-  void publish(const std::vector<size_t>& /*indices*/) override {}
+  // Nothing is reduced: the tests look at what is accumulated.
+  Reduced reduced(size_t /*index*/) override { return {at::zeros({}), at::kFloat, true}; }
+  void publish(size_t /*index*/, const at::Tensor& /*mean*/,
+               core::TensorUpdates& /*updates*/) override {}
 };
 
 /// Values 1 and 2 are parameters of the first sums, 3 and 4 of the second; 0 has none.

@@ -52,7 +52,7 @@ TEST(ExchangeBackwards, OfEveryScheduleIsRightAndKeepsNoMore) {
         auto costs = StageCosts::uniform(placed.stages());
         costs.kept.assign(placed.stages(), 1);
         const auto options = ScheduleOptions(placed).costs(costs);
-        const Schedule schedule = lowered(kind.generate, options);
+        const Schedule schedule = lowered(kind, options);
         const Schedule exchanged = exchange_backwards(schedule, options.edges());
         verify(exchanged, options.edges(), VerifyOptions().credit(microbatches));
         EXPECT_EQ(count(exchanged, Kind::kBackward), count(schedule, Kind::kBackwardInput));

@@ -238,8 +238,8 @@ TEST(Mutations, AreRejectedWithTheReasonOrStillRight) {
     const auto options = pipeline_for(kind);
     int right = 0;
     int wrong = 0;
-    for (const int credit : {1, options.microbatches()}) {
-      const auto good = lower(kind.generate(options), options.edges(), credit);
+    const auto good = lower(kind.generate(options), options.edges());
+    for (const int credit : {required_credit(good, options.edges()), options.microbatches()}) {
       EXPECT_TRUE(Interpreter(good, options.edges(), credit).runs_right()) << kind.name;
       for (int trial = 0; trial < 500; ++trial) {
         auto schedule = good;

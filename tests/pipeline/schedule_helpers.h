@@ -67,6 +67,21 @@ inline std::string csv_of(const Schedule& schedule) {
 inline Schedule lowered(Generator generator, const ScheduleOptions& options) {
   return lower(generator(options), options.edges());
 }
+inline Schedule lowered(const ScheduleKind& kind, const ScheduleOptions& options) {
+  return lower(kind.generate(options), options.edges());
+}
+
+/// The time of each rank from its first action of compute to the end of its last.
+inline std::vector<double> spans_of(const Simulation& simulation) {
+  std::vector<double> spans;
+  for (const auto& timeline : simulation.timeline) {
+    const auto computes = [](const TimedAction& timed) { return timed.action.is_compute(); };
+    const auto first = std::find_if(timeline.begin(), timeline.end(), computes);
+    const auto last = std::find_if(timeline.rbegin(), timeline.rend(), computes);
+    spans.push_back(first == timeline.end() ? 0 : last->end - first->start);
+  }
+  return spans;
+}
 
 /// One pipeline that a kind can be made for.
 inline ScheduleOptions pipeline_for(const ScheduleKind& kind) {

@@ -56,7 +56,7 @@ TEST(Page, ShowsEveryScheduleAsItIsDrawn) {
     if (kind.name == "simple" || kind.name == "interleaved" || kind.name == "forward_only") {
       options.costs(StageCosts::unit(options.stages()));
     }
-    const auto schedule = lowered(kind.generate, options);
+    const auto schedule = lowered(kind, options);
     const auto picture = draw(simulate(schedule, options.edges(), options.costs()));
     expect_contains(text, "\n**`" + kind.name + "`**");
     expect_contains(text, "\n\n" + shown(picture) + "\n");

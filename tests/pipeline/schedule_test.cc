@@ -405,7 +405,7 @@ TEST(Simulate, TakesTransfersInBothDirectionsAndSends) {
   EXPECT_EQ(makespan(), 9);
   const auto run = simulate(lowered(simple, options), options.edges(), costs);
   EXPECT_EQ(run.busy, (std::vector<double>{3.25, 3.25}));
-  EXPECT_EQ(run.span, (std::vector<double>{9, 3}));
+  EXPECT_EQ(spans_of(run), (std::vector<double>{9, 3}));
 }
 
 TEST(Draw, ShowsTheHalvesOfBackwards) {
@@ -416,7 +416,7 @@ TEST(Draw, ShowsTheHalvesOfBackwards) {
 
 TEST(Options, ErrorsNameTheOption) {
   const auto option_error = [](const ScheduleOptions& options) {
-    return error_of([&] { interleaved(options); });
+    return error_of([&] { make_schedule("interleaved", options); });
   };
   expect_contains(option_error(ScheduleOptions(0, 1)), "option stages: expected at least 1, got 0");
   expect_contains(option_error(ScheduleOptions(1, 0)),

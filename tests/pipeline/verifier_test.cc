@@ -194,22 +194,6 @@ TEST(Rejects, SendsIntoFullChannels) {
                   "credit of a channel must be at least 1 message, got 0");
 }
 
-TEST(Lower, ReceivesInTimeWhereChannelsAreSmall) {
-  const auto order = parse_schedule(kTwoMinds);
-  const auto schedule = lower(order, chain_edges(2), /*credit=*/1);
-  EXPECT_EQ(required_credit(schedule, chain_edges(2)), 1);
-  // Rank 1 takes the next values before it sends a gradient that rank 0 does not take yet.
-  expect_contains(to_string(schedule), "1B1 1RECV_F2<0 1SEND_B1>0 1F2");
-  EXPECT_EQ(lower(order, chain_edges(2), /*credit=*/2), lower(order, chain_edges(2)));
-}
-
-TEST(Lower, WithACreditRefusesWhatIsWrong) {
-  const auto order = parse_schedule(
-      "schedule ranks=1 microbatches=1 backward=yes rank_of_stage=0\nrank 0: 0B0 0F0\n");
-  expect_contains(error_of([&] { lower(order, {}, 1); }),
-                  "(0B0): comes before 0F0 (action 2): a backward uses what its forward saved");
-}
-
 TEST(Rejects, ACircleThatNoCreditBreaks) {
   // Rank 0 wants the gradient of microbatch 0 before it sends the values of microbatch 1, and
   // rank 1 the values of microbatch 1 before it sends the gradient of microbatch 0.
