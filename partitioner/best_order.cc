@@ -12,7 +12,6 @@
 #include "partitioner/order_search.h"
 #include "partitioner/pins.h"
 #include "partitioner/predict.h"
-#include "partitioner/stage_list.h"
 
 namespace smp::partitioner {
 namespace {
@@ -87,10 +86,8 @@ class OrderChooser {
 
   /// How many stages the settled owners ask for.
   size_t visits(const Graph& graph) const {
-    const auto constraints =
-        find_constraints(graph, {options_.partitions(), &options_.owner(), &options_.pinned(), -1});
-    return list_stages(constraints.pins, options_.partitions(), options_.placement())
-        .rank_of_stage.size();
+    std::vector<Pin> pins = find_constraints(graph, options_).pins;
+    return list_stages(pins, options_.partitions(), options_.placement()).size();
   }
 
   int microbatches() const { return std::max(options_.step().microbatches(), 2); }

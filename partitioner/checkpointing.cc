@@ -13,6 +13,7 @@
 #include "graph/checkpointed_segment.h"
 #include "graph/differentiate.h"
 #include "partitioner/data_flow.h"
+#include "partitioner/modules.h"
 
 namespace smp::partitioner {
 namespace {
@@ -32,56 +33,36 @@ struct Member {
   }
 };
 
-/// "a.b.c" -> "", "a", "a.b", "a.b.c".
-std::vector<std::string> enclosing(const std::string& scope) {
-  std::vector<std::string> result = {""};
-  for (size_t dot = scope.find('.'); dot != std::string::npos; dot = scope.find('.', dot + 1)) {
-    result.push_back(scope.substr(0, dot));
+/// The module that each operator belongs to.
+std::vector<Member> members_of(const Graph& graph, const std::vector<CheckpointedModules>& lists) {
+  std::map<std::string, Member> of_path;
+  for (size_t l = 0; l < lists.size(); ++l) {
+    for (size_t m = 0; m < lists[l].modules.size(); ++m) {
+      of_path.emplace(lists[l].modules[m], Member{static_cast<int>(l), static_cast<int>(m)});
+    }
   }
-  if (!scope.empty()) result.push_back(scope);
+  const auto of_scope = [&](const std::string& scope) {
+    auto found = of_path.find("");
+    for (const std::string& path : enclosing_modules(scope)) {
+      if (found == of_path.end()) found = of_path.find(path);
+    }
+    return found == of_path.end() ? Member() : found->second;
+  };
+  std::vector<Member> result(graph.operators.size());
+  int last = static_cast<int>(graph.operators.size()) - 1;
+  while (last >= 0 && !graph.operators[last].reads_parameter) --last;
+  Member before;
+  for (int i = 0; i <= last; ++i) {
+    const Operator& op = graph.operators[i];
+    result[i] = of_scope(op.scope);
+    if (op.reads_parameter) {
+      before = result[i];
+    } else if (!result[i]) {
+      result[i] = before;
+    }
+  }
   return result;
 }
-
-/// Finds the module that each operator belongs to.
-class Members {
- public:
-  explicit Members(const std::vector<CheckpointedModules>& lists) {
-    for (size_t l = 0; l < lists.size(); ++l) {
-      for (size_t m = 0; m < lists[l].modules.size(); ++m) {
-        const Member member{static_cast<int>(l), static_cast<int>(m)};
-        of_path_.emplace(lists[l].modules[m], member);
-      }
-    }
-  }
-
-  std::vector<Member> of_operators(const Graph& graph) const {
-    std::vector<Member> result(graph.operators.size());
-    int last = static_cast<int>(graph.operators.size()) - 1;
-    while (last >= 0 && !graph.operators[last].reads_parameter) --last;
-    Member before;
-    for (int i = 0; i <= last; ++i) {
-      const Operator& op = graph.operators[i];
-      result[i] = of_scope(op.scope);
-      if (op.reads_parameter) {
-        before = result[i];
-      } else if (!result[i]) {
-        result[i] = before;
-      }
-    }
-    return result;
-  }
-
- private:
-  Member of_scope(const std::string& scope) const {
-    for (const std::string& path : enclosing(scope)) {
-      const auto found = of_path_.find(path);
-      if (found != of_path_.end()) return found->second;
-    }
-    return {};
-  }
-
-  std::map<std::string, Member> of_path_;
-};
 
 /// Bytes of the values that regions read from outside, at the operator that makes their memory.
 /// Values that outlive a microbatch are there anyway.
@@ -134,7 +115,7 @@ bool is_repeatable(const Graph& graph,
 Regions find_module_regions(const Graph& graph, const std::vector<CheckpointedModules>& modules,
                             const std::vector<int>& stage_of_operator) {
   if (modules.empty()) return {};
-  const std::vector<Member> members = Members(modules).of_operators(graph);
+  const std::vector<Member> members = members_of(graph, modules);
   Regions regions(graph.operators.size(), -1);
   int region = -1, stage = -1, length = 0;  // `length`: how many modules are in the region
   Member before;
@@ -190,7 +171,7 @@ std::vector<std::string> candidate_modules(const Graph& graph) {
   std::vector<std::string> result;
   for (const Operator& op : graph.operators) {
     if (!op.reads_parameter || op.scope.empty()) continue;
-    const std::vector<std::string> paths = enclosing(op.scope);
+    const std::vector<std::string> paths = enclosing_modules(op.scope);
     const auto numbered = std::find_if(paths.begin(), paths.end(), [](const std::string& path) {
       return is_number(path.substr(path.rfind('.') + 1));
     });

@@ -18,10 +18,6 @@ using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;
 
-bool has_owner(const Value& value) {
-  return value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
-}
-
 class Completer {
  public:
   Completer(const Graph& graph, std::vector<int> rank_of_stage, std::vector<int> stage_of_operator,

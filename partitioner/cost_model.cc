@@ -11,11 +11,13 @@
 
 #include "core/check.h"
 #include "core/json.h"
+#include "core/json_reader.h"
 #include "core/text.h"
 
 namespace smp::partitioner {
 namespace {
 
+using core::JsonReader;
 using nlohmann::json;
 
 template <class T>
@@ -46,53 +48,37 @@ json write(const T& value, const std::array<Field<T>, N>& fields) {
   return object;
 }
 
+template <class T, size_t N>
+std::string names_of(const std::array<Field<T>, N>& fields) {
+  std::string names;
+  for (const Field<T>& field : fields) names += c10::str(names.empty() ? "" : ", ", field.name);
+  return names;
+}
+
 bool is_faster(const Link& a, const Link& b) {
   constexpr int64_t kBytes = 1 << 20;
   return a.message_us + a.of_tensor(kBytes) < b.message_us + b.of_tensor(kBytes);
 }
 
-/// Reads objects, and says where in the text one is that is wrong.
-class Reader {
- public:
-  explicit Reader(std::string source) : source_(std::move(source)) {}
+[[noreturn]] void fail_unknown(const JsonReader& object, const std::string& name,
+                               const std::string& known) {
+  object.fail(c10::str("there is no field \"", core::printable(name, 100), "\", but ", known));
+}
 
-  template <class T, size_t N>
-  T read(const json& object, const std::string& where, const std::array<Field<T>, N>& fields) {
-    T result;
-    for (const auto& [name, value] : members(object, where)) {
-      const auto field =
-          std::find_if(fields.begin(), fields.end(),
-                       [&name = name](const auto& known) { return name == known.name; });
-      if (field == fields.end()) unknown(where, name, fields);
-      const bool positive = value.is_number() && value.template get<double>() > 0;
-      SMP_CHECK_WITH(ConfigError, positive, source_, ": ", where, ".", name,
-                     ": expected a number above 0, got ", core::printable(value.dump(), 100));
-      result.*field->member = value.template get<double>();
-    }
-    return result;
+/// Fields that are left out keep their defaults.
+template <class T, size_t N>
+T read(const JsonReader& object, const std::array<Field<T>, N>& fields) {
+  T result;
+  for (const auto& [name, value] : object.members()) {
+    const auto field =
+        std::find_if(fields.begin(), fields.end(),
+                     [&name = name](const auto& known) { return name == known.name; });
+    if (field == fields.end()) fail_unknown(object, name, names_of(fields));
+    value.expect(value.value().is_number() && value.number() > 0, "a number above 0");
+    result.*field->member = value.number();
   }
-
-  std::vector<std::pair<std::string, json>> members(const json& object, const std::string& where) {
-    SMP_CHECK_WITH(ConfigError, object.is_object(), source_, ": ", where,
-                   ": expected an object, got ", core::printable(object.dump(), 100));
-    std::vector<std::pair<std::string, json>> result;
-    for (const auto& item : object.items()) result.emplace_back(item.key(), item.value());
-    return result;
-  }
-
- private:
-  template <class T, size_t N>
-  [[noreturn]] void unknown(const std::string& where, const std::string& name,
-                            const std::array<Field<T>, N>& fields) {
-    std::string known;
-    for (const Field<T>& field : fields)
-      known += std::string(known.empty() ? "" : ", ") + field.name;
-    core::fail<ConfigError>(source_, ": ", where, ": there is no field \"",
-                            core::printable(name, 100), "\", but ", known);
-  }
-
-  std::string source_;
-};
+  return result;
+}
 
 /// The figures of a GPU in NVIDIA's data sheets.
 struct Gpu {
@@ -199,19 +185,20 @@ std::string to_json(const CostModel& costs) {
 }
 
 CostModel cost_model_from_json(const std::string& text, const std::string& source_name) {
-  Reader reader(source_name);
+  const json document = core::parse_json(text, source_name);
+  const JsonReader root(document, source_name);
   CostModel costs;
-  for (const auto& [name, value] : reader.members(core::parse_json(text, source_name), "costs")) {
+  for (const auto& [name, value] : root.members()) {
     if (name == "compute") {
-      costs.compute = reader.read(value, name, kComputeFields);
-      continue;
+      costs.compute = read(value, kComputeFields);
+    } else if (name == "links") {
+      value.expect(value.value().is_array() && !value.value().empty(), "a list of objects");
+      costs.links.clear();
+      for (const JsonReader& link : value.elements())
+        costs.links.push_back(read(link, kLinkFields));
+    } else {
+      fail_unknown(root, name, "compute, links");
     }
-    SMP_CHECK_WITH(ConfigError, name == "links", source_name, ": there is no field \"",
-                   core::printable(name, 100), "\", but compute, links");
-    SMP_CHECK_WITH(ConfigError, value.is_array() && !value.empty(), source_name,
-                   ": links: expected a list of objects, got ", core::printable(value.dump(), 100));
-    costs.links.clear();
-    for (const json& link : value) costs.links.push_back(reader.read(link, "links", kLinkFields));
   }
   return costs;
 }

@@ -50,7 +50,6 @@ class Storages {
   }
 
   int size() const { return static_cast<int>(uses_.size()); }
-  const StorageUse& operator[](int set) const { return uses_[set]; }
 
   /// How many views of a storage that is written a value stands for: as a copy, one whose elements
   /// overlap is another tensor to a backward pass.

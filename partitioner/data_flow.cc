@@ -15,6 +15,10 @@ using graph::Value;
 using graph::ValueId;
 using graph::ValueKind;
 
+bool has_owner(const Value& value) {
+  return value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
+}
+
 std::vector<int> last_writers(const Graph& graph) {
   const graph::AliasAnalysis aliases(graph);
   std::vector<int> result;

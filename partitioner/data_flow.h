@@ -12,6 +12,9 @@ namespace smp::partitioner {
 using graph::for_each_argument;
 using graph::for_each_result;
 
+/// Whether a value is a parameter or a buffer, which one rank owns.
+bool has_owner(const graph::Value& value);
+
 /// Per value: the last operator that makes it or writes its storage, -1 if there is none. From
 /// there on an output or a backward root of the graph sees the value.
 std::vector<int> last_writers(const graph::Graph& graph);

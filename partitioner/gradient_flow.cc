@@ -23,13 +23,6 @@ bool differentiable(const graph::Value& value) {
 
 }  // namespace
 
-GradientFlow::GradientFlow(const Graph& graph)
-    : requires_grad_(graph),
-      uses_(graph.values.size()),
-      earliest_reached_(graph.values.size(), kNever) {
-  find_dependencies(graph);
-}
-
 void GradientFlow::mark(const Graph& graph, ValueId value, int operator_index) {
   if (!differentiable(graph.values[value]) || graph::is_unlinked(graph, value)) return;
   std::vector<int>& uses = uses_[value];
@@ -49,7 +42,10 @@ bool GradientFlow::reached(const Graph& graph, int operator_index) {
   });
 }
 
-void GradientFlow::find_dependencies(const Graph& graph) {
+GradientFlow::GradientFlow(const Graph& graph)
+    : requires_grad_(graph),
+      uses_(graph.values.size()),
+      earliest_reached_(graph.values.size(), kNever) {
   const std::vector<int> root_operator = root_operators(graph, last_writers(graph));
   for (size_t r = 0; r < graph.roots.size(); ++r) {
     mark(graph, graph.roots[r].value, std::max(root_operator[r], 0));

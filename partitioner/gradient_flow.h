@@ -29,7 +29,6 @@ class GradientFlow {
   const std::vector<int>& gradient_uses(graph::ValueId value) const { return uses_[value]; }
 
  private:
-  void find_dependencies(const graph::Graph& graph);
   void mark_read_in(const graph::Graph& graph, const graph::DifferentiatedRange& range);
   bool reached(const graph::Graph& graph, int operator_index);
   void mark(const graph::Graph& graph, graph::ValueId value, int operator_index);

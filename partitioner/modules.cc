@@ -11,16 +11,6 @@
 namespace smp::partitioner {
 namespace {
 
-/// The shortest prefixes of dotted paths come first: "a.b.c" -> "a", "a.b", "a.b.c".
-std::vector<std::string> prefixes(const std::string& scope) {
-  std::vector<std::string> result;
-  for (size_t dot = scope.find('.'); dot != std::string::npos; dot = scope.find('.', dot + 1)) {
-    result.push_back(scope.substr(0, dot));
-  }
-  result.push_back(scope);
-  return result;
-}
-
 /// A module name that ends in a number, as the children of a container have: "blocks." and 3.
 struct Numbered {
   std::string stem;
@@ -97,12 +87,21 @@ class StageNames {
 
 }  // namespace
 
+std::vector<std::string> enclosing_modules(const std::string& path) {
+  std::vector<std::string> result;
+  for (size_t dot = path.find('.'); dot != std::string::npos; dot = path.find('.', dot + 1)) {
+    result.push_back(path.substr(0, dot));
+  }
+  if (!path.empty()) result.push_back(path);
+  return result;
+}
+
 std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& plan) {
   std::map<std::string, std::set<int>> stages_of;  // stages of a module and all inside it
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     const std::string& scope = graph.operators[i].scope;
     if (scope.empty()) continue;
-    for (const std::string& prefix : prefixes(scope)) {
+    for (const std::string& prefix : enclosing_modules(scope)) {
       stages_of[prefix].insert(plan.stage_of_operator[i]);
     }
   }
@@ -114,7 +113,7 @@ std::vector<std::string> stage_modules(const graph::Graph& graph, const Plan& pl
       of_stage.add("(step function)");
       continue;
     }
-    const std::vector<std::string> candidates = prefixes(scope);
+    const std::vector<std::string> candidates = enclosing_modules(scope);
     const auto whole =
         std::find_if(candidates.begin(), candidates.end(),
                      [&](const std::string& prefix) { return stages_of[prefix].size() == 1; });

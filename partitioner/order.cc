@@ -28,23 +28,17 @@ namespace {
 
 using Kind = OrderRule::Kind;
 
-/// The ids of one tensor: an operator may return the very tensor that it was given.
-class SameTensors {
- public:
-  explicit SameTensors(const Graph& graph) : first_(graph.values.size()) {
-    std::iota(first_.begin(), first_.end(), 0);
-    for (const Operator& op : graph.operators) {
-      for_each_same_tensor(
-          op, [&](ValueId result, ValueId argument) { first_[result] = first_[argument]; });
-    }
+/// For each value the first id of its tensor: an operator may return the very tensor that it was
+/// given.
+std::vector<ValueId> first_ids(const Graph& graph) {
+  std::vector<ValueId> first(graph.values.size());
+  std::iota(first.begin(), first.end(), 0);
+  for (const Operator& op : graph.operators) {
+    for_each_same_tensor(
+        op, [&](ValueId result, ValueId argument) { first[result] = first[argument]; });
   }
-
-  /// The first id of the tensor.
-  ValueId operator()(ValueId value) const { return first_[value]; }
-
- private:
-  std::vector<ValueId> first_;
-};
+  return first;
+}
 
 class RuleFinder {
  public:
@@ -94,12 +88,12 @@ class RuleFinder {
 
   void add_gradients() {
     const GradientFlow gradients(graph_);
-    const SameTensors first_id(graph_);
+    const std::vector<ValueId> first_id = first_ids(graph_);
     std::vector<std::vector<int>> users(graph_.values.size());
     for (size_t v = 0; v < graph_.values.size(); ++v) {
       const auto value = static_cast<ValueId>(v);
       const std::vector<int>& uses = gradients.gradient_uses(value);
-      std::vector<int>& all = users[first_id(value)];
+      std::vector<int>& all = users[first_id[v]];
       all.insert(all.end(), uses.begin(), uses.end());
     }
     for (size_t v = 0; v < users.size(); ++v) {
@@ -194,8 +188,7 @@ void add_tensors(const Graph& graph, const Link& link, OrderProblem& problem) {
 std::vector<int> ranks_of_owners(const Graph& graph, const Owners& owner) {
   std::vector<int> rank_of_set(graph.alias_sets, -1);
   for (const Value& value : graph.values) {
-    const bool owned = value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
-    if (!owned || value.alias_set < 0) continue;
+    if (!has_owner(value) || value.alias_set < 0) continue;
     const auto found = owner.find(value.name);
     if (found != owner.end()) rank_of_set[value.alias_set] = found->second;
   }

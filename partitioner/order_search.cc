@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "partitioner/order_search.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
 #include <iterator>
 #include <numeric>
@@ -100,23 +102,24 @@ class Arrangement {
   std::vector<double> middle_;  ///< per operator
 };
 
-/// The expected cost of one tensor, given where in the work it is touched.
-double expected_cost(const OrderProblem &problem, double cost, std::vector<double> &touches) {
+/// The expected cost of one tensor, given where in the work each operator is (`middle`).
+template <class Middle>
+double expected_cost(const OrderProblem &problem, const OrderProblem::Tensor &tensor,
+                     const Middle &middle) {
+  c10::SmallVector<double, kFewTouches> touches;
+  for (int op : tensor.touches) touches.push_back(middle(op));
   std::sort(touches.begin(), touches.end());
   double crossings = 0;
   for (size_t i = 1; i < touches.size(); ++i) {
     crossings += std::min(1.0, (problem.stages - 1) * (touches[i] - touches[i - 1]));
   }
-  return cost * crossings;
+  return tensor.cost * crossings;
 }
 
 double expected_cost(const OrderProblem &problem, const Arrangement &arrangement) {
   double sum = 0;
-  std::vector<double> touches;
   for (const OrderProblem::Tensor &tensor : problem.tensors) {
-    touches.clear();
-    for (int op : tensor.touches) touches.push_back(arrangement.middle(op));
-    sum += expected_cost(problem, tensor.cost, touches);
+    sum += expected_cost(problem, tensor, [&](int op) { return arrangement.middle(op); });
   }
   return sum;
 }
@@ -323,11 +326,9 @@ class OrderSearch {
 
   double expected_cost_of(const Arrangement &arrangement, const std::vector<int> &tensors) const {
     double sum = 0;
-    std::vector<double> touches;
     for (int t : tensors) {
-      touches.clear();
-      for (int other : problem_.tensors[t].touches) touches.push_back(arrangement.middle(other));
-      sum += expected_cost(problem_, problem_.tensors[t].cost, touches);
+      sum += expected_cost(problem_, problem_.tensors[t],
+                           [&](int op) { return arrangement.middle(op); });
     }
     return sum;
   }
@@ -359,17 +360,12 @@ class OrderSearch {
   /// The costs of an operator's tensors at its place, and at `position`.
   std::pair<double, double> costs(const Arrangement &arrangement, int op, int position) const {
     double here = 0, there = 0;
-    std::vector<double> touches;
     for (int t : tensors_of_[op]) {
       const OrderProblem::Tensor &tensor = problem_.tensors[t];
-      touches.clear();
-      for (int other : tensor.touches) touches.push_back(arrangement.middle(other));
-      here += expected_cost(problem_, tensor.cost, touches);
-      touches.clear();
-      for (int other : tensor.touches) {
-        touches.push_back(arrangement.middle_after(other, op, position));
-      }
-      there += expected_cost(problem_, tensor.cost, touches);
+      here += expected_cost(problem_, tensor, [&](int other) { return arrangement.middle(other); });
+      there += expected_cost(problem_, tensor, [&](int other) {
+        return arrangement.middle_after(other, op, position);
+      });
     }
     return {here, there};
   }

@@ -18,7 +18,6 @@
 #include "partitioner/gradient_flow.h"
 #include "partitioner/recompute.h"
 #include "partitioner/split.h"
-#include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
 #include "partitioner/weight_casts.h"
 
@@ -52,16 +51,10 @@ struct Pieces {
   int count() const { return static_cast<int>(first_operator.size()); }
 };
 
-/// A pin by the stage that it asks for.
-struct StagePin {
-  const Pin* pin = nullptr;
-  int stage = 0;
-};
-
 /// A bound on the position of a cut, and the pin it comes from; none: the number of pieces.
 struct Bound {
   int position = 0;
-  StagePin from;
+  const Pin* from = nullptr;
 };
 
 /// Where each cut may lie, given the pins and that every stage needs a piece.
@@ -69,15 +62,15 @@ struct Bounds {
   std::vector<Bound> earliest;
   std::vector<Bound> latest;
 
-  Bounds(const Pieces& pieces, const std::vector<StagePin>& pins, int stages, int min_length)
-      : earliest(stages - 1, Bound{0, {}}), latest(stages - 1, Bound{pieces.count(), {}}) {
-    for (const StagePin& pin : pins) {
-      const int piece = pieces.of_operator[pin.pin->operator_index];
+  Bounds(const Pieces& pieces, const std::vector<Pin>& pins, int stages, int min_length)
+      : earliest(stages - 1), latest(stages - 1, Bound{pieces.count()}) {
+    for (const Pin& pin : pins) {
+      const int piece = pieces.of_operator[pin.operator_index];
       for (int j = pin.stage; j + 1 < stages; ++j) {
-        if (piece + 1 > earliest[j].position) earliest[j] = {piece + 1, pin};
+        if (piece + 1 > earliest[j].position) earliest[j] = {piece + 1, &pin};
       }
       for (int j = 0; j < pin.stage; ++j) {
-        if (piece < latest[j].position) latest[j] = {piece, pin};
+        if (piece < latest[j].position) latest[j] = {piece, &pin};
       }
     }
     for (int j = 0; j + 1 < stages; ++j) {
@@ -87,7 +80,7 @@ struct Bounds {
       }
     }
     for (int j = stages - 2; j >= 0; --j) {
-      const Bound after = j + 2 < stages ? latest[j + 1] : Bound{pieces.count(), {}};
+      const Bound after = j + 2 < stages ? latest[j + 1] : Bound{pieces.count()};
       if (after.position - min_length < latest[j].position) {
         latest[j] = {after.position - min_length, after.from};
       }
@@ -128,14 +121,9 @@ class Partitioner {
         costs_(operator_costs(graph, options.memory_weight())),
         uses_(value_uses(graph)),
         casts_(weight_casts(graph)),
-        constraints_(find_constraints(
-            graph, {options.partitions(), &options.owner(), &options.pinned(),
-                    options.auto_partition() ? -1 : options.default_partition()})) {
+        constraints_(find_constraints(graph, options)) {
     add_leading_default();
-    stages_ = list_stages(constraints_.pins, options.partitions(), options.placement());
-    for (size_t p = 0; p < constraints_.pins.size(); ++p) {
-      stage_pins_.push_back({&constraints_.pins[p], stages_.stage_of_pin[p]});
-    }
+    rank_of_stage_ = list_stages(constraints_.pins, options.partitions(), options.placement());
     double total_us = 0;
     for (const graph::Operator& op : graph.operators) total_us += operator_time_us(graph, op);
     units_per_us_ = kCostUnits / (total_us > 0 ? total_us : static_cast<double>(operators_));
@@ -151,7 +139,7 @@ class Partitioner {
   }
 
  private:
-  int stages() const { return static_cast<int>(stages_.rank_of_stage.size()); }
+  int stages() const { return static_cast<int>(rank_of_stage_.size()); }
 
   /// Bytes that each rank needs besides those that its stages keep.
   int64_t working() const {
@@ -163,7 +151,7 @@ class Partitioner {
   Plan finish(const std::vector<int>& stage_of_operator) const {
     Owners fixed = options_.owner();
     fixed.insert(options_.pinned().begin(), options_.pinned().end());
-    return complete_plan(graph_, stages_.rank_of_stage, stage_of_operator, fixed);
+    return complete_plan(graph_, rank_of_stage_, stage_of_operator, fixed);
   }
 
   // ---- Automatic: balanced stages ----
@@ -174,7 +162,7 @@ class Partitioner {
     }
     for (const bool split_weights : {false, true}) {
       const Pieces pieces(usable_cuts(split_weights), operators_);
-      const Bounds bounds(pieces, stage_pins_, stages(), min_length_);
+      const Bounds bounds(pieces, constraints_.pins, stages(), min_length_);
       if (bounds.conflict() >= 0) continue;
       const SplitProblem problem = make_problem(pieces, bounds);
       const auto cuts = split(problem);
@@ -204,7 +192,7 @@ class Partitioner {
 
   SplitProblem make_problem(const Pieces& pieces, const Bounds& bounds) const {
     SplitProblem problem;
-    problem.rank_of_stage = stages_.rank_of_stage;
+    problem.rank_of_stage = rank_of_stage_;
     problem.allow_empty = options_.allow_empty_stages();
     problem.microbatches = options_.step().microbatches();
     problem.gap = kSearchGap;
@@ -315,7 +303,7 @@ class Partitioner {
     use.fixed = replica_bytes(graph_, parameter);
     if (is_trained) use.fixed += message_bytes(options_.step(), parameter.meta.nbytes());
     use.previous = pieces.of_operator[uses_[value].front()];
-    for (int index : uses_[value]) add_use(problem, pieces, use, index);
+    add_uses(problem, pieces, use, uses_[value]);
   }
 
   /// Each further stage that reads it makes one of its own.
@@ -323,28 +311,32 @@ class Partitioner {
     PieceUse use;
     use.fixed = cast.bytes;
     use.previous = pieces.of_operator[cast.operators.front()];
-    for (int index : cast.operators) add_use(problem, pieces, use, index);
+    add_uses(problem, pieces, use, cast.operators);
   }
 
   void add_owned(SplitProblem& problem, const Pieces& pieces, ValueId value) const {
     PieceUse use;
     use.owner = options_.owner().at(graph_.values[value].name);
     use.foreign = graph_.values[value].meta.nbytes();
-    for (int index : uses_[value]) add_use(problem, pieces, use, index);
+    add_uses(problem, pieces, use, uses_[value]);
   }
 
-  static void add_use(SplitProblem& problem, const Pieces& pieces, PieceUse& use, int index) {
-    use.piece = pieces.of_operator[index];
-    if (use.piece == use.previous) return;
-    problem.uses.push_back(use);
-    use.previous = use.piece;
+  /// One for each of the operators that lies in another piece than the one before it.
+  static void add_uses(SplitProblem& problem, const Pieces& pieces, PieceUse use,
+                       const std::vector<int>& operators) {
+    for (int index : operators) {
+      use.piece = pieces.of_operator[index];
+      if (use.piece == use.previous) continue;
+      problem.uses.push_back(use);
+      use.previous = use.piece;
+    }
   }
 
   /// The cuts of the previous plan, unless it cannot be kept or the new ones are clearly better.
   std::vector<int> keep_previous(const SplitProblem& problem, const Pieces& pieces,
                                  const std::vector<int>& best) const {
     const Plan* previous = options_.previous().get();
-    if (previous == nullptr || previous->rank_of_stage != stages_.rank_of_stage ||
+    if (previous == nullptr || previous->rank_of_stage != rank_of_stage_ ||
         previous->stage_of_operator.size() != operators_) {
       return best;
     }
@@ -394,12 +386,13 @@ class Partitioner {
   }
 
   std::vector<int> follow() const {
-    std::vector<int> stage_of_operator(operators_, stage_pins_.empty() ? 0 : stage_pins_[0].stage);
-    for (size_t p = 1; p < stage_pins_.size(); ++p) {
-      const StagePin &before = stage_pins_[p - 1], &pin = stage_pins_[p];
+    const std::vector<Pin>& pins = constraints_.pins;
+    std::vector<int> stage_of_operator(operators_, pins.empty() ? 0 : pins[0].stage);
+    for (size_t p = 1; p < pins.size(); ++p) {
+      const Pin &before = pins[p - 1], &pin = pins[p];
       if (pin.stage == before.stage) continue;
-      const int cut = cut_between(before.pin->operator_index, pin.pin->operator_index);
-      if (cut < 0) explain_no_cut(*before.pin, *pin.pin);
+      const int cut = cut_between(before.operator_index, pin.operator_index);
+      if (cut < 0) explain_no_cut(before, pin);
       std::fill(stage_of_operator.begin() + cut, stage_of_operator.end(), pin.stage);
     }
     return stage_of_operator;
@@ -410,7 +403,7 @@ class Partitioner {
   [[noreturn]] void explain_failure() const {
     const Pieces pieces(usable_cuts(/*split_weights=*/true), operators_);
     if (pieces.count() < stages() && min_length_ > 0) explain_too_few(pieces.count());
-    const Bounds bounds(pieces, stage_pins_, stages(), min_length_);
+    const Bounds bounds(pieces, constraints_.pins, stages(), min_length_);
     const int cut = bounds.conflict();
     if (cut >= 0) explain_pins(bounds.earliest[cut].from, bounds.latest[cut].from);
     SplitProblem problem = make_problem(pieces, bounds);
@@ -425,16 +418,16 @@ class Partitioner {
   [[noreturn]] void explain_too_few(int possible) const {
     std::string why = "a stage has at least one";
     std::string remedy;
-    for (size_t i = 0; i < why_illegal_.size(); ++i) {
-      if (why_illegal_[i].empty()) continue;
-      const auto illegal = std::count_if(why_illegal_.begin(), why_illegal_.end(),
-                                         [](const std::string& why) { return !why.empty(); });
+    const auto is_illegal = [](const std::string& reason) { return !reason.empty(); };
+    const auto first = std::find_if(why_illegal_.begin(), why_illegal_.end(), is_illegal);
+    if (first != why_illegal_.end()) {
+      const auto i = first - why_illegal_.begin();
       why = fmt::format("{} of the {} cuts between them are illegal, the first of these {}|{}: {}",
-                        illegal, why_illegal_.size(), i, i + 1, why_illegal_[i]);
+                        std::count_if(first, why_illegal_.end(), is_illegal), why_illegal_.size(),
+                        i, i + 1, *first);
       remedy =
           ", or change what keeps operators together: let one that works in place return a new "
           "tensor, or differentiate (autograd::grad) with respect to a later one";
-      break;
     }
     core::fail<PartitionError>(
         fmt::format("cannot divide {} operators into {} stages: at most {} are possible, since {}. "
@@ -442,24 +435,24 @@ class Partitioner {
                     operators_, stages(), possible, why, remedy));
   }
 
-  /// `low` keeps a cut late, `high` keeps it early; either may be missing, but not both.
-  [[noreturn]] void explain_pins(const StagePin& low, const StagePin& high) const {
-    if (low.pin != nullptr && high.pin != nullptr) {
-      if (cut_between(low.pin->operator_index, high.pin->operator_index) < 0) {
-        explain_no_cut(*low.pin, *high.pin);
+  /// `low` keeps a cut late, `high` keeps it early; either may be null, but not both.
+  [[noreturn]] void explain_pins(const Pin* low, const Pin* high) const {
+    if (low != nullptr && high != nullptr) {
+      if (cut_between(low->operator_index, high->operator_index) < 0) {
+        explain_no_cut(*low, *high);
       }
       core::fail<PartitionError>(fmt::format(
           "cannot keep the pins: {}, but {}, and between the two there are too few operators for "
           "the {} stages that come between them. Pin fewer operators, or ask for fewer partitions.",
-          describe(graph_, *low.pin), describe(graph_, *high.pin), high.stage - low.stage - 1));
+          describe(graph_, *low), describe(graph_, *high), high->stage - low->stage - 1));
     }
-    const bool late = low.pin != nullptr;
-    const StagePin& pin = late ? low : high;
+    const bool late = low != nullptr;
+    const Pin& pin = late ? *low : *high;
     const int others = late ? stages() - 1 - pin.stage : pin.stage;
     core::fail<PartitionError>(fmt::format(
         "cannot keep the pins: {}, with too few operators {} it for the {} {} partition{}. Pin it "
         "elsewhere, or ask for fewer partitions.",
-        describe(graph_, *pin.pin), late ? "after" : "before", others, late ? "later" : "earlier",
+        describe(graph_, pin), late ? "after" : "before", others, late ? "later" : "earlier",
         others == 1 ? "" : "s"));
   }
 
@@ -540,8 +533,7 @@ class Partitioner {
   const std::vector<std::vector<int>> uses_;
   const std::vector<WeightCast> casts_;
   Constraints constraints_;
-  StageList stages_;
-  std::vector<StagePin> stage_pins_;
+  std::vector<int> rank_of_stage_;
   double units_per_us_ = 1;
 };
 

@@ -4,11 +4,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <optional>
 
 #include "core/check.h"
 #include "partitioner/data_flow.h"
 #include "partitioner/gradient_flow.h"
+#include "partitioner/partition.h"
 
 namespace smp::partitioner {
 namespace {
@@ -17,17 +19,12 @@ using graph::Graph;
 using graph::kUndefined;
 using graph::Value;
 using graph::ValueId;
-using graph::ValueKind;
-
-bool has_owner(const Value& value) {
-  return value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
-}
 
 class Finder {
  public:
-  Finder(const Graph& graph, const PinRequest& request)
+  Finder(const Graph& graph, const PartitionOptions& options)
       : graph_(graph),
-        request_(request),
+        options_(options),
         pins_(graph.operators.size()),
         tensor_of_set_(graph.alias_sets, kUndefined),
         first_user_(graph.alias_sets, -1) {
@@ -48,7 +45,7 @@ class Finder {
     for (size_t i = 0; i < pins_.size(); ++i) pin_by_name(static_cast<int>(i));
     for (size_t i = 0; i < pins_.size(); ++i) pin_by_scope(static_cast<int>(i));
     pin_by_owner();
-    if (request_.default_rank >= 0) {
+    if (!options_.auto_partition()) {
       for (size_t i = 0; i < pins_.size(); ++i) pin_by_default(static_cast<int>(i));
     }
     for (const std::optional<Pin>& pin : pins_) {
@@ -69,17 +66,16 @@ class Finder {
   }
 
   /// The rank that a map names for a tensor, if it does.
-  static std::optional<int> find(const Owners* ranks, const std::string& name) {
-    if (ranks == nullptr) return std::nullopt;
-    const auto found = ranks->find(name);
-    if (found == ranks->end()) return std::nullopt;
+  static std::optional<int> find(const Owners& ranks, const std::string& name) {
+    const auto found = ranks.find(name);
+    if (found == ranks.end()) return std::nullopt;
     return found->second;
   }
 
   void check_rank(const Pin& pin, const char* remedy) const {
-    SMP_CHECK_WITH(PartitionError, pin.rank >= 0 && pin.rank < request_.ranks,
+    SMP_CHECK_WITH(PartitionError, pin.rank >= 0 && pin.rank < options_.partitions(),
                    "cannot partition: ", describe(graph_, pin), ", but the partitions are 0 to ",
-                   request_.ranks - 1, ". ", remedy);
+                   options_.partitions() - 1, ". ", remedy);
   }
 
   [[noreturn]] void contradict(const Pin& a, const Pin& b, const char* remedy) const {
@@ -90,7 +86,7 @@ class Finder {
   void pin_by_name(int index) {
     for (int set : sets_of(index)) {
       const ValueId value = tensor_of_set_[set];
-      const auto rank = find(request_.pinned, graph_.values[value].name);
+      const auto rank = find(options_.pinned(), graph_.values[value].name);
       if (!rank) continue;
       const Pin pin{index, *rank, PinSource::kParameter, value};
       check_rank(pin, "Pin it to one of them, or ask for more partitions.");
@@ -117,13 +113,13 @@ class Finder {
   }
 
   void pin_by_owner() {
-    if (request_.owner == nullptr || request_.owner->empty()) return;
+    if (options_.owner().empty()) return;
     const std::vector<std::vector<int>> uses = value_uses(graph_);
     const std::vector<int> writers = last_writers(graph_);
     const GradientFlow gradients(graph_);
     for (size_t v = 0; v < graph_.values.size(); ++v) {
       const Value& value = graph_.values[v];
-      const auto rank = has_owner(value) ? find(request_.owner, value.name) : std::nullopt;
+      const auto rank = has_owner(value) ? find(options_.owner(), value.name) : std::nullopt;
       if (!rank || (uses[v].empty() && writers[v] < 0)) continue;
       const bool written = writers[v] >= 0;
       const Pin pin{written ? writers[v] : uses[v].front(), *rank, PinSource::kOwner,
@@ -151,20 +147,32 @@ class Finder {
     if (pins_[index]) return;
     for (int set : sets_of(index)) {
       const ValueId value = tensor_of_set_[set];
-      const auto owner = find(request_.owner, graph_.values[value].name);
-      pins_[index] = Pin{index, owner.value_or(request_.default_rank),
+      const auto owner = find(options_.owner(), graph_.values[value].name);
+      pins_[index] = Pin{index, owner.value_or(options_.default_partition()),
                          owner ? PinSource::kOwner : PinSource::kDefault, value};
       return;
     }
   }
 
   const Graph& graph_;
-  const PinRequest& request_;
+  const PartitionOptions& options_;
   std::vector<std::optional<Pin>> pins_;  ///< per operator
   std::vector<ValueId> tensor_of_set_;    ///< the parameter or buffer of an alias set
   std::vector<int> first_user_;           ///< per alias set of one, an operator
   Constraints result_;
 };
+
+/// Puts the pins into the stages of a placement. False if there is none, or the pins go back to a
+/// rank more often than it does.
+bool follow(std::vector<Pin>& pins, const std::vector<int>& placement) {
+  auto stage = placement.begin();
+  for (Pin& pin : pins) {
+    stage = std::find(stage, placement.end(), pin.rank);
+    if (stage == placement.end()) return false;
+    pin.stage = static_cast<int>(stage - placement.begin());
+  }
+  return !placement.empty();
+}
 
 }  // namespace
 
@@ -205,8 +213,28 @@ std::string describe(const Graph& graph, const Pin& pin) {
   }
 }
 
-Constraints find_constraints(const Graph& graph, const PinRequest& request) {
-  return Finder(graph, request).run();
+Constraints find_constraints(const Graph& graph, const PartitionOptions& options) {
+  return Finder(graph, options).run();
+}
+
+std::vector<int> list_stages(std::vector<Pin>& pins, int ranks, const std::vector<int>& placement) {
+  if (follow(pins, placement)) return placement;
+  std::vector<int> stages;
+  for (Pin& pin : pins) {
+    if (stages.empty() || stages.back() != pin.rank) stages.push_back(pin.rank);
+    pin.stage = static_cast<int>(stages.size()) - 1;
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    if (std::find(stages.begin(), stages.end(), rank) != stages.end()) continue;
+    size_t place = 0;
+    while (place < stages.size() &&
+           !(stages[place] > rank && (place == 0 || stages[place - 1] < rank))) {
+      ++place;
+    }
+    stages.insert(stages.begin() + static_cast<std::ptrdiff_t>(place), rank);
+    for (Pin& pin : pins) pin.stage += pin.stage >= static_cast<int>(place) ? 1 : 0;
+  }
+  return stages;
 }
 
 }  // namespace smp::partitioner

@@ -100,10 +100,8 @@ class PlanReader {
   Plan read() {
     check_header();
     const JsonReader stages = json_.at("stages");
-    if (stages.size() > kMostStages) {
-      stages.fail_expected(fmt::format("at most {} stages", kMostStages));
-    }
-    for (size_t s = 0; s < stages.size(); ++s) read_stage(stages.at(s));
+    stages.expect(stages.size() <= kMostStages, fmt::format("at most {} stages", kMostStages));
+    for (const JsonReader& stage : stages.elements()) read_stage(stage);
     check_same(stage_of_operator_.size() == graph_.operators.size(), "its stages end at operator ",
                static_cast<int64_t>(stage_of_operator_.size()) - 1, ", the graph at operator ",
                static_cast<int64_t>(graph_.operators.size()) - 1);
@@ -139,9 +137,9 @@ class PlanReader {
 
   void check_header() {
     const JsonReader format = json_.at("format");
-    if (format.text() != kFormat) format.fail_expected(fmt::format("\"{}\"", kFormat));
+    format.expect(format.text() == kFormat, fmt::format("\"{}\"", kFormat));
     const JsonReader version = json_.at("version");
-    if (version.integer() != kVersion) version.fail_expected(std::to_string(kVersion));
+    version.expect(version.integer() == kVersion, std::to_string(kVersion));
     const JsonReader graph = json_.at("graph");
     const int64_t operators = graph.at("operators").integer(0);
     made_for_ = fmt::format("{} operators, fingerprint {}", operators,
@@ -188,9 +186,8 @@ class PlanReader {
   std::vector<int> read_ranges(const JsonReader& json) const {
     const auto count = static_cast<int>(graph_.operators.size());
     const auto operators = ranges_from_text(json.text(), count);
-    if (!operators) {
-      json.fail_expected(fmt::format("operators from 0 to {} like \"0-3, 8, 9-12\"", count - 1));
-    }
+    json.expect(operators.has_value(),
+                fmt::format("operators from 0 to {} like \"0-3, 8, 9-12\"", count - 1));
     return *operators;
   }
 
@@ -218,10 +215,8 @@ class PlanReader {
 
   std::map<std::string, int> read_owners() const {
     std::map<std::string, int> owners;
-    const JsonReader json = json_.at("owners");
-    if (!json.value().is_object()) json.fail_expected("an object");
-    for (const auto& item : json.value().items()) {
-      owners[item.key()] = static_cast<int>(json.at(item.key()).integer(0, partitions_ - 1));
+    for (const auto& [name, owner] : json_.at("owners").members()) {
+      owners[name] = static_cast<int>(owner.integer(0, partitions_ - 1));
     }
     return owners;
   }

@@ -30,11 +30,13 @@ int64_t part_of(int64_t bytes, int replicas) { return (bytes + replicas - 1) / r
 void add_operators(const Graph& graph, const Plan& plan, std::vector<StagePrediction>& stages) {
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     StagePrediction& stage = stages[plan.stage_of_operator[i]];
-    stage.compute_us += operator_time_us(graph, graph.operators[i]);
-    stage.activations += stage.in_flight * graph.operators[i].cost.saved_bytes;
+    const graph::Cost& cost = graph.operators[i].cost;
+    stage.forward_us += cost.forward_us;
+    if (graph.trains()) stage.backward_us += cost.backward_us;
+    stage.activations += stage.in_flight * cost.saved_bytes;
   }
   for (const Recomputed& again : plan.recomputed) {
-    stages[again.stage].compute_us += graph.operators[again.operator_index].cost.forward_us;
+    stages[again.stage].forward_us += graph.operators[again.operator_index].cost.forward_us;
   }
 }
 
@@ -87,20 +89,23 @@ void add_transfers(const Graph& graph, const Plan& plan, const CostModel& costs,
   const auto link = [&](int from, int to) {
     return costs.between(plan.rank_of_stage[from], plan.rank_of_stage[to]);
   };
+  const auto add = [&](int from, int to, double us, bool comes_back) {
+    for (int stage : {from, to}) {
+      stages[stage].values_us += us;
+      if (comes_back) stages[stage].gradients_us += us;
+    }
+  };
   std::set<std::pair<int, int>> edges;
   for (const Transfer& hop : plan.transfers) {
     if (plan.rank_of_stage[hop.from] == plan.rank_of_stage[hop.to]) continue;
     const int64_t bytes = graph.values[hop.value].meta.nbytes();
-    for (int stage : {hop.from, hop.to}) {
-      stages[stage].transfer_us += transfer_us(link(hop.from, hop.to), bytes, hop.needs_gradient);
-    }
+    const double us = transfer_us(link(hop.from, hop.to), bytes, /*needs_gradient=*/false);
+    add(hop.from, hop.to, us, hop.needs_gradient);
     stages[hop.to].activations += stages[hop.to].in_flight * bytes;
     edges.insert({hop.from, hop.to});
   }
   for (const auto& [from, to] : edges) {
-    for (int stage : {from, to}) {
-      stages[stage].transfer_us += message_us(link(from, to), graph.trains());
-    }
+    add(from, to, message_us(link(from, to), /*trains=*/false), graph.trains());
   }
 }
 

@@ -88,8 +88,11 @@ double message_us(const Link& link, bool trains);
 
 /// The cost of one stage according to the model. Times are of one microbatch, forward and backward.
 struct StagePrediction {
-  double compute_us = 0;
-  double transfer_us = 0;  ///< its ends of transfers from and to stages of other ranks
+  double forward_us = 0;
+  double backward_us = 0;
+  // Its ends of transfers from and to stages of other ranks:
+  double values_us = 0;
+  double gradients_us = 0;
   int in_flight = 0;
   int64_t weights = 0;
   int64_t gradients = 0;
@@ -99,7 +102,8 @@ struct StagePrediction {
   int64_t messages = 0;     ///< under way from here, on a device
   int64_t activations = 0;  ///< saved and received, of all microbatches in flight
 
-  double time_us() const { return compute_us + transfer_us; }
+  double transfer_us() const { return values_us + gradients_us; }
+  double time_us() const { return forward_us + backward_us + transfer_us(); }
   int64_t memory() const {
     return weights + gradients + optimizer + replicas + casts + messages + activations;
   }

@@ -213,7 +213,7 @@ class Splitter {
 
   // ---- The smallest goal under the limits ----
 
-  enum class Goal { kSum, kMemory, kForeign };
+  enum class Goal { kSum, kMemory };
 
   Label& label(int stage, int start) {
     return labels_[static_cast<size_t>(start) * (stages_ + 1) + stage];
@@ -227,7 +227,6 @@ class Splitter {
     if (rest.foreign >= kInfinite || !fits(totals, stage)) return Label();
     const int64_t bytes = foreign(totals, stage) + rest.foreign;
     if (goal == Goal::kMemory) return {bytes, std::max(memory(totals, stage), rest.goal)};
-    if (goal == Goal::kForeign) return {bytes, 0};
     return {bytes, totals.time + (end > start ? penalty(start) : 0) + rest.goal};
   }
 
@@ -316,7 +315,7 @@ class Splitter {
   bool find_fewest_foreign() {
     for (int64_t bound : {int64_t{0}, kInfinite}) {
       foreign_limit_ = bound;
-      solve<Goal::kForeign>();
+      solve<Goal::kMemory>();
       if (label(0, 0).foreign > bound || label(0, 0).foreign >= kInfinite) continue;
       foreign_limit_ = label(0, 0).foreign;
       return true;

@@ -23,10 +23,6 @@ using graph::ValueKind;
 constexpr const char* kBug =
     " A plan that `partition` made never does that; if it was loaded or edited, make it again.";
 
-bool is_owned(const Value& value) {
-  return value.kind == ValueKind::kParameter || value.kind == ValueKind::kBuffer;
-}
-
 class Verifier {
  public:
   Verifier(const Graph& graph, const Plan& plan) : graph_(graph), plan_(plan) {
@@ -51,6 +47,11 @@ class Verifier {
     SMP_CHECK(condition, "plan: ", parts..., kBug);
   }
 
+  void check_one_each(const char* what, size_t expected, const char* of, size_t got) const {
+    check(got == expected, "expected a ", what, " for each of the ", expected, " ", of, ", got ",
+          got, ".");
+  }
+
   int stage_of(int index) const { return plan_.stage_of_operator[index]; }
 
   void check_ranks() const {
@@ -63,10 +64,8 @@ class Verifier {
 
   void check_stages() const {
     const size_t operators = graph_.operators.size();
-    check(plan_.stage_of_operator.size() == operators, "expected a stage for each of the ",
-          operators, " operators, got ", plan_.stage_of_operator.size(), ".");
-    check(plan_.reason_of_operator.size() == operators, "expected a reason for each of the ",
-          operators, " operators, got ", plan_.reason_of_operator.size(), ".");
+    check_one_each("stage", operators, "operators", plan_.stage_of_operator.size());
+    check_one_each("reason", operators, "operators", plan_.reason_of_operator.size());
     int previous = 0;
     for (size_t i = 0; i < operators; ++i) {
       const int stage = stage_of(static_cast<int>(i));
@@ -111,7 +110,7 @@ class Verifier {
   void check_repeated_argument(const std::string& what, const Recomputed& again, ValueId value) {
     const bool here = graph_.values[value].kind == ValueKind::kResult
                           ? is_made(value, again.stage)
-                          : !is_owned(graph_.values[value]);
+                          : !has_owner(graph_.values[value]);
     check(here && !is_written(value), what, " is recomputed on stage ", again.stage, ", but ",
           describe_value(graph_, value), " is not there as it was, or is written.");
   }
@@ -135,14 +134,13 @@ class Verifier {
       });
     }
     const size_t roots = graph_.roots.size();
-    check(plan_.stage_of_root.size() == roots, "expected a stage for each of the ", roots,
-          " backward roots, got ", plan_.stage_of_root.size(), ".");
+    check_one_each("stage", roots, "backward roots", plan_.stage_of_root.size());
     for (size_t r = 0; r < roots; ++r) {
       const int stage = plan_.stage_of_root[r];
       for (ValueId value : {graph_.roots[r].value, graph_.roots[r].gradient}) {
         if (value == kUndefined || made_again_.count({value, stage}) > 0) continue;
         const bool made = graph_.values[value].producer >= 0;
-        if (made || is_owned(graph_.values[value])) needs_[value].insert(stage);
+        if (made || has_owner(graph_.values[value])) needs_[value].insert(stage);
       }
     }
   }
@@ -208,7 +206,7 @@ class Verifier {
     std::map<int, std::vector<ValueId>> owned;  // owned values by alias set
     for (size_t v = 0; v < graph_.values.size(); ++v) {
       const auto id = static_cast<ValueId>(v);
-      if (!is_owned(graph_.values[v])) continue;
+      if (!has_owner(graph_.values[v])) continue;
       known.insert(graph_.values[v].name);
       if (needs_.count(id) == 0) continue;
       owner_of(id);
@@ -236,7 +234,7 @@ class Verifier {
     std::map<std::pair<ValueId, int>, const Replica*> replicas;
     for (const Replica& replica : plan_.replicas) {
       check(replica.value >= 0 && replica.value < static_cast<ValueId>(graph_.values.size()) &&
-                is_owned(graph_.values[replica.value]),
+                has_owner(graph_.values[replica.value]),
             "replica of %", replica.value, ": only parameters and buffers have replicas.");
       const std::string name = describe_value(graph_, replica.value);
       check(replica.owner == owner_of(replica.value), "replica of ", name, " on stage ",
@@ -254,7 +252,7 @@ class Verifier {
       check_gradient_way(*replica, replicas);
     }
     for (const auto& [value, stages] : needs_) {
-      if (!is_owned(graph_.values[value])) continue;
+      if (!has_owner(graph_.values[value])) continue;
       for (int stage : stages) {
         check(stage == owner_of(value) || replicas.count({value, stage}) != 0, "stage ", stage,
               " reads ", describe_value(graph_, value), " of stage ", owner_of(value),
@@ -278,9 +276,7 @@ class Verifier {
 
   /// Outputs and roots are taken after the last write to their storage.
   void check_ends() const {
-    check(plan_.stage_of_output.size() == graph_.outputs.size(),
-          "expected a stage for each of the ", graph_.outputs.size(), " outputs, got ",
-          plan_.stage_of_output.size(), ".");
+    check_one_each("stage", graph_.outputs.size(), "outputs", plan_.stage_of_output.size());
     for (size_t i = 0; i < graph_.outputs.size(); ++i) {
       if (graph_.outputs[i] == kUndefined) continue;
       check_end("output", i, graph_.outputs[i], plan_.stage_of_output[i]);
@@ -298,7 +294,7 @@ class Verifier {
         complete = std::max(complete, stage_of(static_cast<int>(i)));
       }
     }
-    const bool owned = is_owned(graph_.values[value]);
+    const bool owned = has_owner(graph_.values[value]);
     const int expected = owned && std::string(what) == "output" ? owner_of(value) : complete;
     const bool later_root =
         std::string(what) == "root" && stage > expected && stage < plan_.stages();

@@ -148,16 +148,17 @@ TEST(CostModel, WhatIsNoneIsRefused) {
     return error.substr(0, error.find('\n')).substr(std::string("[smp] ").size());
   };
   EXPECT_EQ(problem(R"({"link": []})"),
-            "costs.json: there is no field \"link\", but compute, links");
-  EXPECT_EQ(problem(R"({"links": []})"), "costs.json: links: expected a list of objects, got []");
-  EXPECT_EQ(problem(R"({"links": [7]})"), "costs.json: links: expected an object, got 7");
+            "costs.json: there is no field \"link\", but compute, links.");
+  EXPECT_EQ(problem(R"({"links": []})"),
+            "costs.json: \"links\": expected a list of objects, got an array of 0.");
+  EXPECT_EQ(problem(R"({"links": [7]})"), "costs.json: \"links[0]\": expected an object, got 7.");
   EXPECT_EQ(problem(R"({"compute": {"calls": 1}})"),
-            "costs.json: compute: there is no field \"calls\", but call_us, bytes_per_us, "
-            "flops_per_us, half_flops_per_us");
+            "costs.json: \"compute\": there is no field \"calls\", but call_us, bytes_per_us, "
+            "flops_per_us, half_flops_per_us.");
   EXPECT_EQ(problem(R"({"compute": {"call_us": 0}})"),
-            "costs.json: compute.call_us: expected a number above 0, got 0");
+            "costs.json: \"compute.call_us\": expected a number above 0, got 0.");
   EXPECT_EQ(problem(R"({"compute": {"call_us": "1"}})"),
-            "costs.json: compute.call_us: expected a number above 0, got \"1\"");
+            "costs.json: \"compute.call_us\": expected a number above 0, got \"1\".");
 }
 
 /// Layers of the same work, with a narrow tensor behind the second of four.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "partitioner/order.h"
 
+#include <ATen/Context.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <gmock/gmock.h>

@@ -19,7 +19,6 @@
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
 #include "partitioner/data_flow.h"
-#include "partitioner/stage_list.h"
 #include "partitioner/verify.h"
 #include "partitioner/weight_casts.h"
 #include "tests/error_of.h"
@@ -143,8 +142,8 @@ TEST(Partition, EqualsBruteForceOnRandomPrograms) {
                              .owner(owner);
     std::optional<Score> expected;
     try {
-      const Constraints constraints = find_constraints(graph, {partitions, &owner, nullptr, -1});
-      const std::vector<int> ranks = list_stages(constraints.pins, partitions).rank_of_stage;
+      Constraints constraints = find_constraints(graph, options);
+      const std::vector<int> ranks = list_stages(constraints.pins, partitions);
       expected = brute_force(graph, ranks, constraints.pins, owner, microbatches);
       revisited += expected && static_cast<int>(ranks.size()) > partitions ? 1 : 0;
     } catch (const PartitionError&) {

@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include "partitioner/partition.h"
-#include "partitioner/stage_list.h"
 #include "tests/error_of.h"
 #include "tests/partitioner/chain.h"
 
@@ -14,6 +13,7 @@ namespace {
 
 using smp::testing::error_of;
 using ::testing::ElementsAre;
+using ::testing::Field;
 using ::testing::HasSubstr;
 
 /// Layers "fc0" to "fc<n-1>", each t, matmul and a relu; then a mean. Operator 3 i is the first of
@@ -61,10 +61,10 @@ PartitionOptions manual(int partitions) {
 std::vector<int> list(const std::vector<int>& pinned, int ranks) {
   std::vector<Pin> pins;
   for (int rank : pinned) pins.push_back({static_cast<int>(pins.size()), rank});
-  return list_stages(pins, ranks).rank_of_stage;
+  return list_stages(pins, ranks);
 }
 
-TEST(StageList, RanksAscendWhereThePinsAllowIt) {
+TEST(ListStages, RanksAscendWhereThePinsAllowIt) {
   EXPECT_THAT(list({}, 3), ElementsAre(0, 1, 2));
   EXPECT_THAT(list({1, 1}, 3), ElementsAre(0, 1, 2));
   EXPECT_THAT(list({0, 2, 2}, 4), ElementsAre(0, 1, 2, 3));
@@ -74,10 +74,11 @@ TEST(StageList, RanksAscendWhereThePinsAllowIt) {
   EXPECT_THAT(list({1, 0}, 2), ElementsAre(1, 0));
 }
 
-TEST(StageList, TellsTheStageOfEveryPin) {
-  const std::vector<Pin> pins{{0, 2}, {1, 2}, {2, 0}};
-  EXPECT_THAT(list_stages(pins, 3).rank_of_stage, ElementsAre(1, 2, 0));
-  EXPECT_THAT(list_stages(pins, 3).stage_of_pin, ElementsAre(1, 1, 2));
+TEST(ListStages, TellsTheStageOfEveryPin) {
+  std::vector<Pin> pins{{0, 2}, {1, 2}, {2, 0}};
+  EXPECT_THAT(list_stages(pins, 3), ElementsAre(1, 2, 0));
+  EXPECT_THAT(pins,
+              ElementsAre(Field(&Pin::stage, 1), Field(&Pin::stage, 1), Field(&Pin::stage, 2)));
 }
 
 // ---- Automatic, with pins --------------------------------------------------------------------

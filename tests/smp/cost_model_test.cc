@@ -71,7 +71,7 @@ TEST_F(CostModel, AFileHasToBeThereAndToFitTheRanks) {
   };
   expect_has(error(2, "/none/costs.json"), {"/none/costs.json", "cost model"});
   expect_has(error(2, file_with(R"({"compute": {"call_us": -1}})")),
-             {"smp_costs.json: compute.call_us: expected a number above 0, got -1"});
+             {"smp_costs.json: \"compute.call_us\": expected a number above 0, got -1"});
   expect_has(error(4, file_with(R"({"links": [{}, {}]})")),
              {"\"cost_model\": expected one link for all ranks of a pipeline, or one for each two "
               "neighbours, got 2 links for ranks up to 3"});

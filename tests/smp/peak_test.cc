@@ -263,6 +263,47 @@ TEST_P(PeakOfHalves, IsPredictedForRecurrentLayers) {
       [](RecurrentNet& net, const torch::Tensor& x) { return net->forward(x); }));
 }
 
+/// Without oneDNN, which knows neither double precision nor projections, it is made of products,
+/// too.
+template <bool kProjects>
+struct LstmNetImpl : torch::nn::Module {
+  LstmNetImpl() {
+    for (int i = 0; i < 8; ++i) {
+      const int64_t width = kProjects && i > 0 ? kSize / 2 : kSize;
+      layers.push_back(register_module(
+          c10::str("lstm", i),
+          torch::nn::LSTM(
+              torch::nn::LSTMOptions(width, kSize).proj_size(kProjects ? kSize / 2 : 0))));
+    }
+    if (!kProjects) to(torch::kDouble);
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    x = x.transpose(0, 1).contiguous();
+    for (auto& layer : layers) x = std::get<0>(layer(x));
+    return x;
+  }
+
+  static constexpr int64_t kSize = 32;
+  std::vector<torch::nn::LSTM> layers;
+};
+
+template <bool kProjects>
+void expect_lstm_predicted(const char* pipeline, at::ScalarType type) {
+  using Net = torch::nn::ModuleHolder<LstmNetImpl<kProjects>>;
+  torch::manual_seed(5);
+  expect_predicted(peaks_of<Net>(config_of(pipeline).trace_memory_usage(true),
+                                 torch::randn({kMicrobatches * 64, 16, 32}, type),
+                                 [](Net& net, const torch::Tensor& x) { return net->forward(x); }));
+}
+
+TEST_P(PeakOfHalves, IsPredictedForLstmsInDouble) {
+  expect_lstm_predicted<false>(GetParam(), torch::kDouble);
+}
+
+TEST_P(PeakOfHalves, IsPredictedForLstmsWithProjections) {
+  expect_lstm_predicted<true>(GetParam(), torch::kFloat);
+}
+
 const auto kSchedules =
     ::testing::Values("simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
                       "breadth_first", "zb_h1", "zb_h2", "zbv");
