@@ -116,20 +116,6 @@ at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
 }
 
-BucketMemory make_bucket_memory(
-    const BucketLayout& layout, const std::vector<at::Tensor>& parameters,
-    const std::function<at::Tensor(int64_t numel, const at::TensorOptions&)>& allocate) {
-  BucketMemory memory;
-  for (size_t bucket = 0; bucket < layout.size(); ++bucket) {
-    memory.buckets.push_back(allocate(layout.numel[bucket], layout.options[bucket]));
-  }
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const auto [bucket, offset] = layout.slots[i];
-    memory.slices.push_back(gradient_slice(memory.buckets[bucket], offset, parameters[i]));
-  }
-  return memory;
-}
-
 void claim(at::Tensor& slice) {
   if (slice.use_count() <= 1) return;
   const at::AutoDispatchBelowADInplaceOrView no_view;

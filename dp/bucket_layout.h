@@ -76,11 +76,6 @@ struct BucketMemory {
   std::vector<at::Tensor> slices;  ///< slice of each parameter
 };
 
-/// `allocate` makes a bucket, of zeros.
-BucketMemory make_bucket_memory(
-    const BucketLayout& layout, const std::vector<at::Tensor>& parameters,
-    const std::function<at::Tensor(int64_t numel, const at::TensorOptions&)>& allocate);
-
 /// Must be called before a slice is written again. One that the program has kept (as `.grad`) keeps
 /// its values in memory of its own, and `slice` becomes another tensor on the bucket.
 void claim(at::Tensor& slice);

@@ -203,7 +203,7 @@ WorkPtr GradientBuckets::start(size_t bucket) {
 }
 
 /// A parameter's sum, or this replica's piece of it.
-StepGradients::Reduced GradientBuckets::reduced(size_t index) const {
+StepGradients::Reduced GradientBuckets::reduced(size_t index) {
   const at::ScalarType type = parameters_[index].scalar_type();
   if (slices_) {
     return {piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true};
@@ -213,16 +213,8 @@ StepGradients::Reduced GradientBuckets::reduced(size_t index) const {
   return {memory_[0].slices[index], type, overwrites};
 }
 
-void GradientBuckets::publish(const std::vector<size_t>& indices) {
-  std::vector<Reduced> sums;
-  for (size_t index : indices) sums.push_back(reduced(index));
-  const auto means = this->means(std::move(sums));
-  core::TensorUpdates updates;
-  for (size_t i = 0; i < indices.size(); ++i) {
-    slices_ ? slices_->add_gradient(indices[i], means[i])
-            : add_to_grad(parameters_[indices[i]], means[i], updates);
-  }
-  updates.run();
+void GradientBuckets::publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) {
+  slices_ ? slices_->add_gradient(index, mean) : add_to_grad(parameters_[index], mean, updates);
 }
 
 }  // namespace smp::dp

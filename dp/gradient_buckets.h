@@ -56,7 +56,8 @@ class GradientBuckets final : public WholeGradients {
                   std::shared_ptr<ParameterSlices> slices);
   void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
                   core::TensorUpdates& updates) override;
-  void publish(const std::vector<size_t>& indices) override;
+  Reduced reduced(size_t index) override;
+  void publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) override;
 
   void allocate(int shard, size_t bucket);
   at::Tensor& claimed(int shard, size_t index);
@@ -64,7 +65,6 @@ class GradientBuckets final : public WholeGradients {
   WorkPtr start(size_t bucket);
   GradBucket grad_bucket(size_t bucket) const;
   at::Tensor piece(const at::Tensor& part, size_t index) const;
-  Reduced reduced(size_t index) const;
 
   const std::vector<at::Tensor> parameters_;
   const BucketOptions options_;

@@ -112,27 +112,18 @@ at::Tensor LocalGradients::buffer(size_t index, int microbatch) {
 }
 
 /// Adds up all shards.
-at::Tensor LocalGradients::take_sum(size_t index) {
+StepGradients::Reduced LocalGradients::reduced(size_t index) {
   add_shards(index, shards());
   at::Tensor sum = std::exchange(shard_sums_[0][index], at::Tensor());
   // A shard without a gradient has zeros, which counts where the others have -0.
   for (int shard = 0; shard < shards(); ++shard) {
     if (!has_sum(shard, index)) sum.add_(0);
   }
-  return sum;
+  return {std::move(sum), parameters_[index].scalar_type(), /*overwrites=*/true};
 }
 
-void LocalGradients::publish(const std::vector<size_t>& indices) {
-  std::vector<Reduced> sums;
-  for (size_t index : indices) {
-    sums.push_back({take_sum(index), parameters_[index].scalar_type(), /*overwrites=*/true});
-  }
-  const auto means = this->means(std::move(sums));
-  core::TensorUpdates updates;
-  for (size_t i = 0; i < indices.size(); ++i) {
-    add_to_grad(parameters_[indices[i]], means[i], updates);
-  }
-  updates.run();
+void LocalGradients::publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) {
+  add_to_grad(parameters_[index], mean, updates);
 }
 
 }  // namespace smp::dp

@@ -26,11 +26,11 @@ class LocalGradients final : public WholeGradients {
  private:
   void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
                   core::TensorUpdates& updates) override;
-  void publish(const std::vector<size_t>& indices) override;
+  Reduced reduced(size_t index) override;
+  void publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) override;
 
   void add_shards(size_t index, int end);
   at::Tensor& sum_of(int shard, size_t index);
-  at::Tensor take_sum(size_t index);
 
   const std::vector<at::Tensor> parameters_;
   std::vector<std::vector<at::Tensor>> shard_sums_;  // sums by local shard and parameter

@@ -179,13 +179,8 @@ WorkPtr PowerSGD::average_whole(const GradBucket& bucket, const BucketState& sta
   const at::Tensor flat = at::cat(parts);
   return then(bucket.group.async().all_reduce(flat, ReduceOp::kSum),
               [flat, gradients = std::move(gradients), divisor = bucket.divisor] {
-                flat.div_(divisor);
-                int64_t offset = 0;
-                for (const at::Tensor& gradient : gradients) {
-                  const int64_t numel = gradient.numel();
-                  gradient.copy_(flat.narrow(0, offset, numel).view(gradient.sizes()));
-                  offset += numel;
-                }
+                const auto means = at::unflatten_dense_tensors(flat.div_(divisor), gradients);
+                for (size_t i = 0; i < means.size(); ++i) gradients[i].copy_(means[i]);
               });
 }
 

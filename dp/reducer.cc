@@ -85,10 +85,15 @@ void Reducer::add_hook(size_t index) {
 }
 
 void Reducer::make_buckets(const BucketLayout& layout) {
-  memory_ =
-      make_bucket_memory(layout, parameters_, [this](int64_t numel, const at::TensorOptions& kind) {
-        return make_bucket(*communicator_, numel, kind);
-      });
+  memory_ = {};
+  for (size_t bucket = 0; bucket < layout.size(); ++bucket) {
+    memory_.buckets.push_back(
+        make_bucket(*communicator_, layout.numel[bucket], layout.options[bucket]));
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const auto [bucket, offset] = layout.slots[i];
+    memory_.slices.push_back(gradient_slice(memory_.buckets[bucket], offset, parameters_[i]));
+  }
   queue_ = std::make_unique<BucketQueue>(
       layout.members, names_,
       BucketQueue::Policy{[this](size_t bucket) { return hook_(grad_bucket(bucket)); },

@@ -6,6 +6,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "core/check.h"
@@ -15,44 +16,27 @@ namespace {
 
 using Lines = std::vector<std::pair<std::string, std::string>>;
 
-constexpr char kEndOfName = '\x1f', kEndOfLine = '\x1e';
-
-std::string to_bytes(const Lines& lines) {
-  std::string bytes;
-  for (const auto& [name, value] : lines) bytes += name + kEndOfName + value + kEndOfLine;
-  return bytes;
-}
-
-std::vector<std::string> split(const std::string& bytes) {
-  std::vector<std::string> lines;
-  for (size_t begin = 0, end; begin < bytes.size(); begin = end + 1) {
-    end = bytes.find(kEndOfLine, begin);
-    lines.push_back(bytes.substr(begin, end - begin));
-  }
-  return lines;
-}
-
-/// "conv.weight is Float [3, 3]", or that there is none.
-std::string say(const std::vector<std::string>& lines, size_t index) {
+/// "conv.weight = Float [3, 3]", or that there is none.
+std::string say(const Lines& lines, size_t index) {
   if (index >= lines.size()) return "no more of them";
-  const std::string& line = lines[index];
-  const size_t middle = line.find(kEndOfName);
-  return line.substr(0, middle) + " = " + line.substr(middle + 1);
+  return lines[index].first + " = " + lines[index].second;
 }
 
 }  // namespace
 
 void check_same_on_all_ranks(comm::Communicator& group, const Lines& lines) {
-  const auto all = comm::all_gather_bytes(group, to_bytes(lines));
+  std::string bytes;
+  nlohmann::json::to_msgpack(lines, bytes);
+  const auto all = comm::all_gather_bytes(group, bytes);
   std::vector<int> differ;
   for (int rank = 1; rank < group.size(); ++rank) {
     if (all[rank] != all[0]) differ.push_back(rank);
   }
   if (differ.empty()) return;
-  const auto first = split(all[0]), other = split(all[differ.front()]);
-  const size_t end = std::min(first.size(), other.size());
-  size_t at = 0;
-  while (at < end && first[at] == other[at]) ++at;
+  const auto first = nlohmann::json::from_msgpack(all[0]).get<Lines>();
+  const auto other = nlohmann::json::from_msgpack(all[differ.front()]).get<Lines>();
+  const auto difference = std::mismatch(first.begin(), first.end(), other.begin(), other.end());
+  const size_t at = difference.first - first.begin();
   SMP_CHECK_WITH(UsageError, false,
                  "DistributedDataParallel: ", differ.size() == 1 ? "rank " : "ranks ",
                  c10::Join(", ", differ),

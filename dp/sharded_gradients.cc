@@ -107,17 +107,16 @@ WorkPtr ShardedGradients::start(size_t bucket) {
   return launch(bucket, {sums}, reduce);
 }
 
-/// Puts the pieces of the replication group together, one after the other, for each shard.
-void ShardedGradients::publish(const std::vector<size_t>& indices) {
-  std::vector<Reduced> sums;
-  for (size_t index : indices) {
-    const auto [bucket, offset] = layout_.slots[index];
-    const at::Tensor& shard = parameters_->shard(index);
-    const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
-    sums.push_back({sum.narrow(0, 0, shard.numel()), shard.scalar_type(), /*overwrites=*/false});
-  }
-  const auto means = this->means(std::move(sums));
-  for (size_t i = 0; i < indices.size(); ++i) parameters_->add_gradient(indices[i], means[i]);
+/// Puts the pieces of the replication group together, one after the other.
+StepGradients::Reduced ShardedGradients::reduced(size_t index) {
+  const auto [bucket, offset] = layout_.slots[index];
+  const at::Tensor& shard = parameters_->shard(index);
+  const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
+  return {sum.narrow(0, 0, shard.numel()), shard.scalar_type(), /*overwrites=*/false};
+}
+
+void ShardedGradients::publish(size_t index, const at::Tensor& mean, core::TensorUpdates&) {
+  parameters_->add_gradient(index, mean);
 }
 
 }  // namespace smp::dp

@@ -39,7 +39,8 @@ class ShardedGradients final : public StepGradients {
  private:
   void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
                   core::TensorUpdates& updates) override;
-  void publish(const std::vector<size_t>& indices) override;
+  Reduced reduced(size_t index) override;
+  void publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) override;
 
   int64_t piece_numel(size_t index) const;
   at::Tensor& sums(size_t bucket);

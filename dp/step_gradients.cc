@@ -137,10 +137,16 @@ void StepGradients::finish_reduction() {
   const at::NoGradGuard no_grad;
   for (size_t bucket = 0; bucket < queue_.size(); ++bucket) {
     std::vector<size_t> indices;
+    std::vector<Reduced> sums;
     for (size_t index : buckets()[bucket]) {
-      if (used.const_data_ptr<uint8_t>()[index] != 0) indices.push_back(index);
+      if (used.const_data_ptr<uint8_t>()[index] == 0) continue;
+      indices.push_back(index);
+      sums.push_back(reduced(index));
     }
-    publish(indices);
+    const auto means = this->means(std::move(sums));
+    core::TensorUpdates updates;
+    for (size_t i = 0; i < indices.size(); ++i) publish(indices[i], means[i], updates);
+    updates.run();
     sums_[bucket].reset();
   }
 }

@@ -110,8 +110,16 @@ class StepGradients {
   /// that with it.
   virtual void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
                           core::TensorUpdates& updates) = 0;
-  /// Adds the reduced gradients of parameters to `.grad`.
-  virtual void publish(const std::vector<size_t>& indices) = 0;
+  /// The reduced sum of a parameter, whose memory its mean may get if that `overwrites` it.
+  struct Reduced {
+    at::Tensor sum;
+    at::ScalarType parameter;
+    bool overwrites;
+  };
+  /// Gives the reduced sum of a parameter, or this replica's share of it.
+  virtual Reduced reduced(size_t index) = 0;
+  /// Adds the mean of that to `.grad`, or has `updates` do it.
+  virtual void publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) = 0;
 
   /// Whether this step reduces, not only adds up.
   bool reduces() const { return passes_ + 1 == options_.backward_passes; }
@@ -124,15 +132,6 @@ class StepGradients {
   double divisor() const { return options_.divisor * counted_replicas_ / replicas_->size(); }
   /// Says that reduced sums are divided already.
   void set_reduces_to_means() { reduces_to_means_ = true; }
-  /// The reduced sum of a parameter, whose memory its mean may get if that `overwrites` it.
-  struct Reduced {
-    at::Tensor sum;
-    at::ScalarType parameter;
-    bool overwrites;
-  };
-  /// Reduced sums divided, in the dtype of each parameter's `.grad`, in few kernels on a device.
-  /// Frees sums as it goes.
-  std::vector<at::Tensor> means(std::vector<Reduced> sums);
   /// Says that a shard has a sum of a parameter. Returns whether that is new.
   bool begin(int shard, size_t index);
   bool has_sum(int shard, size_t index) const { return used_[shard][index]; }
@@ -143,6 +142,9 @@ class StepGradients {
 
  private:
   void finish_reduction();
+  /// Reduced sums divided, in the dtype of each parameter's `.grad`, in few kernels on a device.
+  /// Frees sums as it goes.
+  std::vector<at::Tensor> means(std::vector<Reduced> sums);
   void accumulate(size_t index, int microbatch, at::Tensor gradient, core::TensorUpdates& updates);
   /// `divisor()` in a sum's type.
   const at::Tensor& divisor_of(const at::Tensor& sum);

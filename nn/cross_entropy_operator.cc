@@ -41,7 +41,7 @@ struct Loss {
   Tensor probabilities;  ///< those of this rank's classes, in the logits' type
 };
 
-void check(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& weight,
+void check(const Tensor& logits, const Tensor& target, const Tensor& weight,
            const Settings& settings) {
   std::vector<int64_t> expected = logits.sizes().vec();
   if (expected.size() >= 2) expected.erase(expected.begin() + 1);
@@ -53,9 +53,8 @@ void check(const Tensor& logits, const Tensor& target, const std::optional<Tenso
                  ". Expected are logits [N, classes of this rank, ...] and class indices (int64) "
                  "[N, ...]; class probabilities as the target are not supported");
   SMP_CHECK_WITH(UsageError,
-                 !weight.has_value() || !weight->defined() ||
-                     (weight->dim() == 1 && weight->size(0) == settings.classes),
-                 "smp::tp_cross_entropy: the weight of the classes has sizes ", weight->sizes(),
+                 !weight.defined() || (weight.dim() == 1 && weight.size(0) == settings.classes),
+                 "smp::tp_cross_entropy: the weight of the classes has sizes ", weight.sizes(),
                  ", but the logits of all ranks have ", settings.classes,
                  " classes. Give every rank the weights of all classes");
   SMP_CHECK_WITH(UsageError, settings.label_smoothing >= 0 && settings.label_smoothing <= 1,
@@ -118,6 +117,11 @@ Tensor reduced(const Tensor& losses, const Tensor& samples, int64_t reduction) {
 
 Loss compute(const Tensor& logits, const Tensor& target, const Tensor& weight,
              const Settings& settings) {
+  check(logits, target, weight, settings);
+  if (logits.is_meta()) {
+    const bool is_number = settings.reduction != at::Reduction::None;
+    return {at::empty(is_number ? at::IntArrayRef() : target.sizes(), logits.options()), {}};
+  }
   const auto group = tensor_group();
   const Tensor x = logits.to(sum_type(logits));
   const Tensor max = x.amax(1, /*keepdim=*/true).contiguous();
@@ -185,11 +189,6 @@ Tensor cross_entropy(const Tensor& logits, const Tensor& target,
                      const std::optional<Tensor>& weight, int64_t reduction, int64_t ignore_index,
                      double label_smoothing) {
   const Settings settings = settings_of(logits, reduction, ignore_index, label_smoothing);
-  check(logits, target, weight, settings);
-  if (logits.is_meta()) {
-    return at::empty(reduction == at::Reduction::None ? target.sizes() : at::IntArrayRef(),
-                     logits.options());
-  }
   return compute(logits, target, weight.value_or(Tensor()), settings).value;
 }
 
@@ -198,11 +197,7 @@ struct CrossEntropy : torch::autograd::Function<CrossEntropy> {
                         const Tensor& target, const std::optional<Tensor>& weight,
                         int64_t reduction, int64_t ignore_index, double label_smoothing) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    if (logits.is_meta()) {
-      return cross_entropy(logits, target, weight, reduction, ignore_index, label_smoothing);
-    }
     const Settings settings = settings_of(logits, reduction, ignore_index, label_smoothing);
-    check(logits, target, weight, settings);
     const Tensor given = weight.value_or(Tensor());
     Loss loss = compute(logits, target, given, settings);
     context->save_for_backward({loss.probabilities, target, given});

@@ -30,14 +30,8 @@ Tensor call_gathered_linear(const Tensor& x, const Tensor& weight,
   return op.call(x, weight, bias, dim);
 }
 
-Tensor call_all_gather(const Tensor& x, int64_t dim) {
-  static const auto op = typed_operator<Tensor(const Tensor&, int64_t)>("smp::tp_all_gather");
-  return op.call(x, dim);
-}
-
-Tensor call_reduce_scatter(const Tensor& x, int64_t dim) {
-  static const auto op = typed_operator<Tensor(const Tensor&, int64_t)>("smp::tp_reduce_scatter");
-  return op.call(x, dim);
+Tensor all_gathered(const Tensor& x, int64_t dim) {
+  return dispatched("smp::tp_all_gather", dim)(x);
 }
 
 Tensor gathered_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -45,7 +39,7 @@ Tensor gathered_linear(const Tensor& x, const Tensor& weight, const std::optiona
   SMP_CHECK_WITH(UsageError, dim >= 0 && dim < x.dim() - 1,
                  "smp::tp_gathered_linear: along dimension ", dim, " of a tensor of sizes ",
                  x.sizes(), ". Expected is a dimension before the last, which is that of channels");
-  return at::linear(call_all_gather(x, dim), weight, bias);
+  return at::linear(all_gathered(x, dim), weight, bias);
 }
 
 /// The group of the forward pass, in which the backward pass gathers and sums.
@@ -92,10 +86,10 @@ struct GatheredLinear : torch::autograd::Function<GatheredLinear> {
     if (context->needs_input_grad(0)) {
       std::vector<int64_t> sizes = gradients[0].sizes().vec();
       sizes.back() = x.size(-1);
-      of_x = call_reduce_scatter(gradient.mm(weight.conj()).view(sizes), dim);
+      of_x = dispatched("smp::tp_reduce_scatter", dim)(gradient.mm(weight.conj()).view(sizes));
     }
     if (context->needs_input_grad(1)) {
-      const Tensor whole = call_all_gather(x, dim);
+      const Tensor whole = all_gathered(x, dim);
       of_weight = gradient_of_weight(gradient, whole.view({-1, whole.size(-1)}), weight);
     }
     if (context->saved_data["has_bias"].toBool() && context->needs_input_grad(2))

@@ -134,69 +134,39 @@ struct Copy : torch::autograd::Function<Copy> {
   }
 };
 
-using OfTensor = Tensor(const Tensor&);
-using OfDim = Tensor(const Tensor&, int64_t);
-using OfTwoDims = Tensor(const Tensor&, int64_t, int64_t);
-
-// The operators, for calls through the dispatcher: below autograd, or to differentiate again.
-Tensor call_copy(const Tensor& x) {
-  static const auto op = typed_operator<OfTensor>("smp::tp_copy");
-  return op.call(x);
-}
-Tensor call_reduce(const Tensor& x) {
-  static const auto op = typed_operator<OfTensor>("smp::tp_reduce");
-  return op.call(x);
-}
-Map call_scatter(int64_t dim, int64_t blocks) {
-  static const auto op = typed_operator<OfTwoDims>("smp::tp_scatter");
-  return [=](const Tensor& x) { return op.call(x, dim, blocks); };
-}
-Map call_gather(int64_t dim, int64_t blocks) {
-  static const auto op = typed_operator<OfTwoDims>("smp::tp_gather");
-  return [=](const Tensor& x) { return op.call(x, dim, blocks); };
-}
-Map call_all_gather(int64_t dim) {
-  static const auto op = typed_operator<OfDim>("smp::tp_all_gather");
-  return [=](const Tensor& x) { return op.call(x, dim); };
-}
-Map call_reduce_scatter(int64_t dim) {
-  static const auto op = typed_operator<OfDim>("smp::tp_reduce_scatter");
-  return [=](const Tensor& x) { return op.call(x, dim); };
-}
-Map call_all_to_all(int64_t split_dim, int64_t join_dim) {
-  static const auto op = typed_operator<OfTwoDims>("smp::tp_all_to_all");
-  return [=](const Tensor& x) { return op.call(x, split_dim, join_dim); };
-}
-
-Tensor copy_autograd(const Tensor& x) { return Copy::apply(x, &call_reduce); }
+Tensor copy_autograd(const Tensor& x) { return Copy::apply(x, dispatched("smp::tp_reduce")); }
 
 /// The gradient is whole and enters a divided region: tp_copy, of which only a second derivative
 /// would see more than its argument.
 Tensor reduce_autograd(const Tensor& x) {
-  return LinearMap::apply(x, &call_reduce, [](const Tensor& gradient) {
-    return at::GradMode::is_enabled() ? call_copy(gradient) : gradient;
+  return LinearMap::apply(x, dispatched("smp::tp_reduce"), [](const Tensor& gradient) {
+    return at::GradMode::is_enabled() ? dispatched("smp::tp_copy")(gradient) : gradient;
   });
 }
 
 Tensor scatter_autograd(const Tensor& x, int64_t dim, int64_t blocks) {
-  return LinearMap::apply(x, call_scatter(dim, blocks), call_gather(dim, blocks));
+  return LinearMap::apply(x, dispatched("smp::tp_scatter", dim, blocks),
+                          dispatched("smp::tp_gather", dim, blocks));
 }
 
 Tensor gather_autograd(const Tensor& x, int64_t dim, int64_t blocks) {
-  return LinearMap::apply(x, call_gather(dim, blocks), call_scatter(dim, blocks));
+  return LinearMap::apply(x, dispatched("smp::tp_gather", dim, blocks),
+                          dispatched("smp::tp_scatter", dim, blocks));
 }
 
 Tensor all_gather_autograd(const Tensor& x, int64_t dim) {
-  return LinearMap::apply(x, call_all_gather(dim), call_reduce_scatter(dim));
+  return LinearMap::apply(x, dispatched("smp::tp_all_gather", dim),
+                          dispatched("smp::tp_reduce_scatter", dim));
 }
 
 Tensor reduce_scatter_autograd(const Tensor& x, int64_t dim) {
-  return LinearMap::apply(x, call_reduce_scatter(dim), call_all_gather(dim));
+  return LinearMap::apply(x, dispatched("smp::tp_reduce_scatter", dim),
+                          dispatched("smp::tp_all_gather", dim));
 }
 
 Tensor all_to_all_autograd(const Tensor& x, int64_t split_dim, int64_t join_dim) {
-  return LinearMap::apply(x, call_all_to_all(split_dim, join_dim),
-                          call_all_to_all(join_dim, split_dim));
+  return LinearMap::apply(x, dispatched("smp::tp_all_to_all", split_dim, join_dim),
+                          dispatched("smp::tp_all_to_all", join_dim, split_dim));
 }
 
 TORCH_LIBRARY_FRAGMENT(smp, m) {

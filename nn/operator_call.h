@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "smp/nn/parameter_split.h"
 
@@ -14,6 +15,14 @@ namespace smp::nn {
 template <class Signature>
 c10::TypedOperatorHandle<Signature> typed_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+/// An operator of this folder with its numbers, for calls through the dispatcher: below autograd,
+/// or to differentiate again.
+template <class... Numbers>
+std::function<at::Tensor(const at::Tensor&)> dispatched(const char* name, Numbers... numbers) {
+  const auto op = typed_operator<at::Tensor(const at::Tensor&, Numbers...)>(name);
+  return [=](const at::Tensor& x) { return op.call(x, numbers...); };
 }
 
 /// `dim` counted from the start. Throws `UsageError` unless `x` has it.

@@ -3,6 +3,8 @@
 
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
+
 #include "core/check.h"
 #include "nn/parameter_sharding.h"
 
@@ -16,7 +18,10 @@ comm::Sharding sharding_of(const ParameterSplit& split, const core::Axis& over) 
 ParameterSplit split_of(const comm::Sharding& sharding) {
   const auto& [over, how] = sharding.cuts.front();
   const auto& blocks = std::get<comm::Blocks>(how);
-  return {sharding.sizes, blocks.dim, static_cast<int64_t>(blocks.extents.size()), over.size};
+  const auto& extents = blocks.extents;
+  SMP_INTERNAL_ASSERT(std::equal(extents.begin() + 1, extents.end(), extents.begin()),
+                      "unequal blocks as equal ones: ", sharding.to_string());
+  return {sharding.sizes, blocks.dim, static_cast<int64_t>(extents.size()), over.size};
 }
 
 void ParameterSplit::check() const {

@@ -64,7 +64,8 @@ NamedParams name_params(const OptimizerParamGroup& group, size_t group_index,
 /// then the first change.
 class Restore {
  public:
-  Restore(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names)
+  Restore(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
+          detail::ParamStateFactory make_state, const FieldLayouts& layouts)
       : optimizer_(optimizer), state_(state) {
     for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
       groups_.push_back(name_params(optimizer.param_groups()[i], i, names, problems_));
@@ -74,21 +75,28 @@ class Restore {
         saved_group_[name] = i;
       }
     }
+    check();
+    prepare(make_state, layouts);
   }
 
-  void check(Names common) {
-    std::set<std::string> present;
+  void apply() {
     for (size_t i = 0; i < groups_.size(); ++i) {
-      for (const auto& [name, param] : groups_[i]) {
-        check_param(name, param, common);
-        present.insert(name);
-      }
-      sources_.push_back(find_source(i));
+      assign_options(i, optimizer_.param_groups()[i].options());
     }
-    for (const auto& [name, group] : saved_group_) {
-      if (common == Names::kSame && present.count(name) == 0) {
-        problems_.insert(name + ": not in this optimizer");
+    for (auto& [param, new_state] : new_states_) {
+      if (new_state) {
+        optimizer_.state()[param] = std::move(new_state);
+      } else {
+        optimizer_.state().erase(param);
       }
+    }
+  }
+
+ private:
+  void check() {
+    for (size_t i = 0; i < groups_.size(); ++i) {
+      for (const auto& [name, param] : groups_[i]) check_shape(name, param);
+      sources_.push_back(find_source(i));
     }
     SMP_CHECK_WITH(CheckpointError, problems_.empty(),
                    "the saved optimizer state does not fit this optimizer:", list(problems_),
@@ -106,25 +114,7 @@ class Restore {
     }
   }
 
-  void apply() {
-    for (size_t i = 0; i < groups_.size(); ++i) {
-      assign_options(i, optimizer_.param_groups()[i].options());
-    }
-    for (auto& [param, new_state] : new_states_) {
-      if (new_state) {
-        optimizer_.state()[param] = std::move(new_state);
-      } else {
-        optimizer_.state().erase(param);
-      }
-    }
-  }
-
- private:
-  void check_param(const std::string& name, const at::Tensor& param, Names common) {
-    if (common == Names::kSame && saved_group_.count(name) == 0) {
-      problems_.insert(name + ": missing from the saved state");
-      return;
-    }
+  void check_shape(const std::string& name, const at::Tensor& param) {
     const auto saved = state_.params.find(name);
     if (saved != state_.params.end() && param.sizes() != saved->second.shape) {
       problems_.insert(c10::str(name, ": expected shape ", param.sizes(), ", got ",
@@ -236,18 +226,6 @@ void check_state_per_parameter(const torch::optim::Optimizer& optimizer) {
                  "has one state for all parameters together. Use another optimizer.");
 }
 
-ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict) {
-  ParameterNames names;
-  for (const auto& item : dict) {
-    names.emplace(item.value().unsafeGetTensorImpl(), item.key());
-  }
-  return names;
-}
-
-OptimizerState get_state(const Optimizer& optimizer, const ParameterNames& names) {
-  return copy_of(share_state(optimizer, names));
-}
-
 OptimizerState copy_of(OptimizerState state) {
   for (auto& [name, param] : state.params) {
     for (auto& [field, tensor] : param.tensors) tensor = tensor.detach().clone();
@@ -290,26 +268,14 @@ OptimizerState share_state(const Optimizer& optimizer, const ParameterNames& nam
   return result;
 }
 
-namespace {
-
-Restore prepared(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-                 Names common, detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
-  Restore restore(optimizer, state, names);
-  restore.check(common);
-  restore.prepare(make_state, layouts);
-  return restore;
-}
-
-}  // namespace
-
 void set_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-               Names common, detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
-  prepared(optimizer, state, names, common, make_state, layouts).apply();
+               detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
+  Restore(optimizer, state, names, make_state, layouts).apply();
 }
 
 void check_state(Optimizer& optimizer, const OptimizerState& state, const ParameterNames& names,
-                 Names common, detail::ParamStateFactory make_state) {
-  prepared(optimizer, state, names, common, make_state, {});
+                 detail::ParamStateFactory make_state) {
+  const Restore rehearsal(optimizer, state, names, make_state, {});
 }
 
 json parse_fields(const std::string& text) {

@@ -20,9 +20,6 @@ namespace smp::optim {
 /// The name of each parameter, by identity: a tied parameter has one.
 using ParameterNames = std::map<const c10::TensorImpl*, std::string>;
 
-/// Names for the tensors of `dict` (a module's `named_parameters()`); the first of a tied one's.
-ParameterNames parameter_names(const torch::OrderedDict<std::string, at::Tensor>& dict);
-
 /// The state of any optimizer whose options and states implement libtorch's `serialize`, with its
 /// own tensors, which the next step changes. Throws UsageError for LBFGS, and for parameters
 /// without a name.
@@ -34,30 +31,22 @@ OptimizerState copy_of(OptimizerState state);
 /// Takes parameters out of a state: the entries of them, and their names in the groups.
 void erase_params(OptimizerState& state, const std::function<bool(const std::string&)>& which);
 
-/// A copy of the result of `share_state`.
-OptimizerState get_state(const torch::optim::Optimizer& optimizer, const ParameterNames& names);
-
-/// Which names of parameters a state and an optimizer must have in common.
-enum class Names {
-  kSame,    ///< All: one that only one of them has is an error.
-  kCommon,  ///< Any: the others belong to other ranks, or keep their options and have no state.
-};
-
 /// Throws `UsageError` for LBFGS, which has one state for all parameters together.
 void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 
 /// Restores `state`: the options of all groups (learning rate included) and the state of every
-/// parameter, made where there is none and removed where the saved run had none. Tensors go to
+/// parameter, made where there is none and removed where the saved run had none. Names that only
+/// one of them has belong to other ranks, or keep their options and have no state. Tensors go to
 /// their parameter's device; those that are elementwise by `layouts` and have its shape get its
-/// strides. Throws CheckpointError that lists, sorted, all unnamed parameters, other shapes, groups
-/// that do not match and, with `kSame`, missing and extra names; then nothing has changed.
+/// strides. Throws CheckpointError that lists, sorted, all unnamed parameters, other shapes and
+/// groups that do not match; then nothing has changed.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
-               const ParameterNames& names, Names common, detail::ParamStateFactory make_state,
+               const ParameterNames& names, detail::ParamStateFactory make_state,
                const FieldLayouts& layouts = {});
 
 /// Throws the errors of `set_state`, and changes nothing.
 void check_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
-                 const ParameterNames& names, Names common, detail::ParamStateFactory make_state);
+                 const ParameterNames& names, detail::ParamStateFactory make_state);
 
 /// The fields in a text of an `OptimizerState`. Throws CheckpointError for one that is no JSON
 /// object.

@@ -120,10 +120,9 @@ class Builder final : public GraphWriter {
     }
     std::vector<int64_t> back(order.size());
     for (size_t i = 0; i < order.size(); ++i) back[order[i]] = static_cast<int64_t>(i);
-    const ValueId sorted = call("aten::permute", "", {tensor(value), constant(std::move(order))});
-    const ValueId dense =
-        call("aten::contiguous", "", {tensor(sorted), constant(at::MemoryFormat::Contiguous)});
-    return call("aten::permute", "", {tensor(dense), constant(std::move(back))});
+    const ValueId sorted = call("aten::permute", "", {value}, {std::move(order)});
+    const ValueId dense = call("aten::contiguous", "", {sorted}, {at::MemoryFormat::Contiguous});
+    return call("aten::permute", "", {dense}, {std::move(back)});
   }
 
   /// A whole random operator, if it must be given tensors in another order of memory; else nothing.
@@ -150,8 +149,7 @@ class Builder final : public GraphWriter {
     const ValueId made = add_on_shapes(std::move(op)).at(0);
     follow_all(call);
     if (!call.in_place()) return std::vector<ValueId>{made};
-    return std::vector<ValueId>{
-        this->call("aten::copy_", "", {tensor(first), tensor(made), constant(false)})};
+    return std::vector<ValueId>{this->call("aten::copy_", "", {first, made}, {false})};
   }
 
   /// The numbers of the call that may change are those of the operator added last.
@@ -215,7 +213,7 @@ class Builder final : public GraphWriter {
                        propagation_.is_written_after(lies_on->second, call.index()))) {
         continue;
       }
-      results[r] = this->call("aten::clone", "", {tensor(results[r]), constant(c10::IValue())});
+      results[r] = this->call("aten::clone", "", {results[r]}, {c10::IValue()});
     }
   }
 

@@ -5,16 +5,22 @@
 #include <optional>
 #include <string>
 
+#include "nn/rewrite/factors.h"
 #include "nn/rewrite/rule.h"
 
 namespace smp::nn::rewrite {
 
 using RuleTable = std::map<std::string, Rule>;
 
+/// Gives operators of ATen a rule, by their names without "aten::".
+void add_rules(RuleTable& rules, const std::vector<const char*>& names, const Rule& rule);
+
 /// The rule of an operator whose first argument stays as it is divided: whatever shares the factor
 /// is divided so, and other arguments are shared. Sums of parts go through what is linear. Nothing
 /// if that is not legal.
 std::optional<Treatment> follow(const Call& call);
+/// The same for an operator of these factors.
+std::optional<Treatment> follow_factors(const Call& call, const Factors& factors);
 
 /// Operators that keep elements and give them other places: views, permutations, slices, joins.
 RuleTable shape_rules();

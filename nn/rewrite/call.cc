@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nn/rewrite/call.h"
 
+#include <c10/core/Contiguity.h>
+
 #include <algorithm>
 #include <numeric>
 #include <set>
@@ -79,15 +81,8 @@ std::optional<int> Call::dimension(const char* name) const {
 }
 
 bool is_contiguous(const graph::TensorMeta& meta) {
-  int64_t stride = 1;
-  for (size_t d = meta.sizes.size(); d-- > 0;) {
-    if (meta.sizes[d] != 1 && meta.strides[d] != stride) return false;
-    stride *= meta.sizes[d];
-  }
-  return true;
+  return c10::_compute_contiguous<int64_t>(meta.sizes, meta.strides, meta.numel());
 }
-
-bool Call::is_contiguous(int position) const { return rewrite::is_contiguous(meta(position)); }
 
 bool Call::may_become(int position, const Layout& layout) const {
   return layouts_.free[tensors_[position]] != 0 &&

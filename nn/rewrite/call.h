@@ -144,7 +144,6 @@ class Call {
   bool in_stream(int position) const { return layouts_.in_stream[tensors_[position]] != 0; }
   /// The layout to which a result will be brought; nothing if it stays as it is made.
   std::optional<Layout> pin(int index = 0) const;
-  bool is_contiguous(int position) const;
   /// A parameter that is not used otherwise yet, and that may be divided so.
   bool may_become(int position, const Layout& layout) const;
   /// It is whole and no gradient flows back to it: a part of it costs nothing.

@@ -16,10 +16,6 @@ using graph::Graph;
 using graph::ValueId;
 using graph::ValueKind;
 
-/// A prediction that is not shorter by this fraction is a tie.
-constexpr double kTie = 1e-9;
-/// How far a search follows the values of the graph.
-constexpr int kReach = 12;
 /// No projection has more blocks than this.
 constexpr int64_t kMostBlocks = 8;
 
@@ -54,11 +50,6 @@ class Chooser {
   }
 
  private:
-  struct Try {
-    Pins pins;
-    Outcome outcome;
-  };
-
   const Call& call(int index) const { return propagation_.calls()[index]; }
   const std::vector<int>& users(ValueId value) const { return propagation_.users()[value]; }
 
@@ -96,8 +87,7 @@ class Chooser {
     };
     Pins without = choice_.pins;
     without.erase(weight);
-    Outcome outcome = propagation_.run(without);
-    keep({without, std::move(outcome)});
+    keep({without, propagation_.run(without)});
     for (const Layout& option : options_of(weight, false)) keep(attempt(without, weight, option));
     if (!shortest) return;
     choice_.pins = std::move(shortest->pins);
@@ -113,17 +103,17 @@ class Chooser {
     std::optional<Try> shortest;
     std::optional<double> slower;
     for (const Layout& option : options) {
-      std::optional<Try> grown = grow(seed, option);
-      if (const Obstacle* cut = cut_heads(grown->outcome)) {
+      Try grown = grow(seed, option);
+      if (const Obstacle* cut = cut_heads(grown.outcome)) {
         heads = std::max(heads.value_or(0), cut->parts);
         continue;
       }
-      if (is_refused(grown->outcome)) continue;
-      slower = std::min(slower.value_or(grown->outcome.us), grown->outcome.us);
+      if (is_refused(grown.outcome)) continue;
+      slower = std::min(slower.value_or(grown.outcome.us), grown.outcome.us);
       const double longest =
           insist_ ? std::numeric_limits<double>::infinity() : best_.us * (1 - kTie);
       const double bound = shortest ? shortest->outcome.us * (1 - kTie) : longest;
-      if (grown->outcome.us < bound) shortest = std::move(grown);
+      if (grown.outcome.us < bound) shortest = std::move(grown);
     }
     if (shortest) {
       choice_.pins = std::move(shortest->pins);
@@ -174,7 +164,7 @@ class Chooser {
   int ranks() const { return call(0).ranks(); }
 
   /// Divides a weight and, as long as that helps, those whose results meet it undivided.
-  std::optional<Try> grow(ValueId seed, const Layout& option) {
+  Try grow(ValueId seed, const Layout& option) {
     Try current = attempt(choice_.pins, seed, option);
     std::set<ValueId> considered = {seed};
     while (true) {
@@ -196,8 +186,7 @@ class Chooser {
   }
 
   Try attempt(const Pins& pins, ValueId seed, const Layout& option) {
-    Try made;
-    made.pins = pins;
+    Try made{pins, {}};
     made.pins[seed] = option;
     made.outcome = propagation_.run(made.pins);
     return made;

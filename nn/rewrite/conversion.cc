@@ -21,30 +21,21 @@ Conversion first_conversion(const Layout& from, const Layout& to) {
   return {to.is_divided() ? Collective::kScatter : Collective::kCopy, from, to};
 }
 
+const CollectiveForm& form_of(Collective collective) {
+  static constexpr CollectiveForm forms[] = {
+      {"smp::tp_copy", false, 0, 2},       {"smp::tp_reduce", false, 2, 0},
+      {"smp::tp_scatter", true, 0, 1},     {"smp::tp_gather", true, 1, 0},
+      {"smp::tp_all_gather", false, 1, 1}, {"smp::tp_reduce_scatter", false, 1, 1},
+      {"smp::tp_all_to_all", false, 1, 1}};
+  return forms[static_cast<size_t>(collective)];
+}
+
 Traffic traffic_of(Collective collective, int64_t bytes, bool has_gradient, int ranks) {
-  const int64_t once = bytes / ranks * (ranks - 1);  // gather, or sum to parts
-  int64_t forward = 0, backward = 0;
-  switch (collective) {
-    case Collective::kCopy:
-      backward = 2 * once;
-      break;
-    case Collective::kReduce:
-      forward = 2 * once;
-      break;
-    case Collective::kScatter:
-      backward = once;
-      break;
-    case Collective::kGather:
-      forward = once;
-      break;
-    case Collective::kAllGather:
-    case Collective::kReduceScatter:
-      forward = backward = once;
-      break;
-    case Collective::kAllToAll:
-      forward = backward = once / ranks;
-      break;
-  }
+  // Bytes of a gather, or of a sum to parts.
+  const int64_t all = bytes / ranks * (ranks - 1);
+  const int64_t once = collective == Collective::kAllToAll ? all / ranks : all;
+  const CollectiveForm& form = form_of(collective);
+  const int64_t forward = form.forward * once, backward = form.backward * once;
   Traffic traffic;
   traffic.forward_calls = forward > 0 ? 1 : 0;
   traffic.forward_bytes = forward;

@@ -21,6 +21,15 @@ enum class Collective : uint8_t {
   kAllToAll,       ///< divided -> divided along another dimension
 };
 
+/// The operator that does it: `name` is called with the tensor, the divided dimension of the result
+/// and that of the argument, as far as these are divided, and their blocks if it takes any.
+struct CollectiveForm {
+  const char* name;
+  bool takes_blocks;
+  int forward, backward;  ///< how often a rank sends its share of the value in each pass
+};
+const CollectiveForm& form_of(Collective collective);
+
 struct Conversion {
   Collective collective;
   Layout from;

@@ -15,17 +15,18 @@ Argument Emitter::tensor(ValueId value) {
   return argument;
 }
 
-Argument Emitter::constant(c10::IValue value) {
-  Argument argument;
-  argument.constant = std::move(value);
-  return argument;
+std::vector<Argument> Emitter::arguments_of(const Tensors& tensors, const Constants& constants) {
+  std::vector<Argument> arguments;
+  for (ValueId value : tensors) {
+    arguments.push_back(value == graph::kUndefined ? Argument() : tensor(value));
+  }
+  for (const c10::IValue& value : constants) arguments.emplace_back().constant = value;
+  return arguments;
 }
 
 ValueId Emitter::converted(ValueId value, at::ScalarType type) {
   if (meta(value).dtype == type) return value;
-  return call(
-      "aten::to", "dtype",
-      {tensor(value), constant(type), constant(false), constant(false), constant(c10::IValue())});
+  return call("aten::to", "dtype", {value}, {type, false, false, c10::IValue()});
 }
 
 ValueId Emitter::rounded(ValueId value, at::ScalarType type) {

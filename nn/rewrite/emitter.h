@@ -14,16 +14,29 @@ namespace smp::nn::rewrite {
 /// mode and scope, and share its cost; random ones draw from its stream.
 class Emitter {
  public:
+  using Tensors = std::vector<graph::ValueId>;
+  using Constants = std::vector<c10::IValue>;
+
   virtual ~Emitter() = default;
 
   /// The tensor argument at a position of the call, in the layout that the treatment asks for.
   virtual graph::ValueId argument(int position) = 0;
+  /// The same where `Call::position` may have found none.
+  graph::ValueId argument_or_none(int position) {
+    return position < 0 ? graph::kUndefined : argument(position);
+  }
   /// Adds an operator; the form of its result follows from its arguments. Returns the result.
-  virtual graph::ValueId call(const char* name, const char* overload,
-                              std::vector<graph::Argument> arguments) = 0;
+  virtual graph::ValueId call_with(const char* name, const char* overload,
+                                   std::vector<graph::Argument> arguments) = 0;
+  /// The same for one that takes tensors (`kUndefined`: none), then constants.
+  graph::ValueId call(const char* name, const char* overload, const Tensors& tensors,
+                      const Constants& constants = {}) {
+    return call_with(name, overload, arguments_of(tensors, constants));
+  }
   /// The same for an operator of ours, whose result is contiguous.
-  virtual graph::ValueId call(const char* name, std::vector<graph::Argument> arguments,
-                              c10::IntArrayRef sizes, at::ScalarType dtype) = 0;
+  virtual graph::ValueId call_own(const char* name, const Tensors& tensors,
+                                  const Constants& constants, c10::IntArrayRef sizes,
+                                  at::ScalarType dtype) = 0;
   /// The sum over the ranks of a value of the divided graph.
   virtual graph::ValueId reduce(graph::ValueId value) = 0;
   /// Each rank's part of that sum, along a dimension.
@@ -46,7 +59,8 @@ class Emitter {
   graph::ValueId widened(graph::ValueId value);
 
   static graph::Argument tensor(graph::ValueId value);
-  static graph::Argument constant(c10::IValue value);
+  static std::vector<graph::Argument> arguments_of(const Tensors& tensors,
+                                                   const Constants& constants);
 
  private:
   std::map<graph::ValueId, graph::ValueId> wide_;  // the float32 value of each rounded one

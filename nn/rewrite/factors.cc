@@ -86,36 +86,10 @@ Found conversion_factors(const Call& call) {
   return factors;
 }
 
-/// The dimensions that a constant names, counted from the front; all, if it names none.
-std::set<int> dims_named(const Call& call, const char* argument) {
-  std::set<int> dims;
-  const auto named = call.integers(argument);
-  if (named && !named->empty() && call.dim(0) > 0) {
-    for (int64_t dim : *named) dims.insert(from_front(dim, call.dim(0)));
-  } else {
-    for (int d = 0; d < call.dim(0); ++d) dims.insert(d);
-  }
-  return dims;
-}
-
-/// One tensor, of which the named dimensions are worked along, and may not be in the results.
-Factors along(const Call& call, const std::set<int>& dims) {
-  Factors factors;
-  factors.arguments = {numbered(call.dim(0))};
-  for (int dim : dims) factors.arguments[0][dim] = kAlong;
-  Dims result;
-  const bool all_stay = result_dims(call) == call.dim(0);
-  for (int d = 0; d < call.dim(0); ++d) {
-    if (all_stay || dims.count(d) == 0) result.push_back(factors.arguments[0][d]);
-  }
-  factors.results.assign(call.results().size(), result);
-  return factors;
-}
-
-Found along_dim(const Call& call) { return along(call, dims_named(call, "dim")); }
+Found along_dim(const Call& call) { return factors_along(call, dims_named(call, "dim")); }
 
 Found running_sum(const Call& call) {
-  Factors factors = along(call, dims_named(call, "dim"));
+  Factors factors = factors_along(call, dims_named(call, "dim"));
   factors.linear = {{0}};
   return factors;
 }
@@ -124,40 +98,26 @@ Found running_sum(const Call& call) {
 /// `check_layouts` sees to it that they are divided by that.
 Found sum_factors(const Call& call) {
   const std::set<int> dims = dims_named(call, "dim");
-  Factors factors = along(call, dims);
+  Factors factors = factors_along(call, dims);
   for (int dim : dims) factors.arguments[0][dim] = dim;
   factors.summed = dims;
   factors.linear = {{0}};
   return factors;
 }
 
-/// The last `count` dimensions are worked along; other arguments are numbers for these.
-Factors along_last_dims(const Call& call, int count) {
-  std::set<int> dims;
-  for (int d = call.dim(0) - count; d < call.dim(0); ++d) dims.insert(d);
-  Factors factors = along(call, dims);
-  std::set<int> numbers;
-  for (int i = 1; i < static_cast<int>(call.tensors().size()); ++i) {
-    factors.arguments.emplace_back(call.dim(i), kAlong);
-    numbers.insert(i);
-  }
-  if (!numbers.empty()) factors.linear = {numbers};
-  return factors;
-}
-
 Found norm_factors(const Call& call) {
-  return along_last_dims(call, static_cast<int>(call.integers("normalized_shape")->size()));
+  return factors_along_last(call, static_cast<int>(call.integers("normalized_shape")->size()));
 }
 
 Found triangle_factors(const Call& call) {
-  Factors factors = along_last_dims(call, 2);
+  Factors factors = factors_along_last(call, 2);
   factors.linear = {{0}};
   return factors;
 }
 
 /// Samples, and channels where parts have whole groups.
 Found group_norm_factors(const Call& call) {
-  Factors factors = along_last_dims(call, call.dim(0) - 1);
+  Factors factors = factors_along_last(call, call.dim(0) - 1);
   const int64_t in_group = call.meta(0).sizes[1] / call.constant("num_groups").toInt();
   const int64_t parts = call.divided(0) ? call.layout(0).blocks : 1;
   if (in_group == 0 || call.local_size(0, 1) / parts % in_group != 0) return factors;
@@ -281,7 +241,7 @@ Found squeezed_factors(const Call& call) {
 
 /// `select` and `unbind` take a dimension away.
 Found selected_factors(const Call& call) {
-  Factors factors = along(call, {*call.dimension("dim")});
+  Factors factors = factors_along(call, {*call.dimension("dim")});
   factors.linear = {{0}};
   return factors;
 }
@@ -530,6 +490,42 @@ std::optional<Factors> factors_of(const Call& call) {
     if (found != table.end()) return found->second(call);
   }
   return std::nullopt;
+}
+
+std::set<int> dims_named(const Call& call, const char* argument) {
+  std::set<int> dims;
+  const auto named = call.integers(argument);
+  if (named && !named->empty() && call.dim(0) > 0) {
+    for (int64_t dim : *named) dims.insert(from_front(dim, call.dim(0)));
+  } else {
+    for (int d = 0; d < call.dim(0); ++d) dims.insert(d);
+  }
+  return dims;
+}
+
+Factors factors_along(const Call& call, const std::set<int>& dims) {
+  Factors factors;
+  factors.arguments = {numbered(call.dim(0))};
+  for (int dim : dims) factors.arguments[0][dim] = kAlong;
+  for (int i = 1; i < static_cast<int>(call.tensors().size()); ++i) {
+    factors.arguments.emplace_back(call.dim(i), kAlong);
+  }
+  Dims result;
+  const bool all_stay = !call.results().empty() && result_dims(call) == call.dim(0);
+  for (int d = 0; d < call.dim(0); ++d) {
+    if (all_stay || dims.count(d) == 0) result.push_back(factors.arguments[0][d]);
+  }
+  factors.results.assign(call.results().size(), result);
+  return factors;
+}
+
+Factors factors_along_last(const Call& call, int count) {
+  std::set<int> dims, numbers;
+  for (int d = std::max(0, call.dim(0) - count); d < call.dim(0); ++d) dims.insert(d);
+  for (int i = 1; i < static_cast<int>(call.tensors().size()); ++i) numbers.insert(i);
+  Factors factors = factors_along(call, dims);
+  if (!numbers.empty()) factors.linear = {numbers};
+  return factors;
 }
 
 int64_t block_of(c10::IntArrayRef sizes, const Layout& layout) {

@@ -37,6 +37,14 @@ struct Factors {
 /// understood, and must get whole tensors.
 std::optional<Factors> factors_of(const Call& call);
 
+/// The dimensions of the first tensor that a constant names; all, if it names none.
+std::set<int> dims_named(const Call& call, const char* argument);
+/// The factors of an operator that works along dimensions of its first tensor, which may not be in
+/// the results; the others hold numbers for these.
+Factors factors_along(const Call& call, const std::set<int>& dims);
+/// Along the last `count` dimensions.
+Factors factors_along_last(const Call& call, int count);
+
 /// The size of one block along the dimension that is divided, of a whole or of a rank's part; 0:
 /// tensors of these sizes cannot be divided so.
 int64_t block_of(c10::IntArrayRef sizes, const Layout& layout);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nn/rewrite/graph_writer.h"
 
+#include <c10/util/strides.h>
+
 #include <algorithm>
 #include <tuple>
 #include <utility>
@@ -24,74 +26,51 @@ c10::OperatorHandle find_operator(const char* name, const char* overload) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
 }
 
-Operator operator_of(Collective collective, const Layout& from, const Layout& to,
-                     ValueId argument) {
-  const auto make = [&](const char* name, std::vector<int64_t> numbers) {
-    Operator op(find_operator(name, ""));
-    op.arguments.push_back(Emitter::tensor(argument));
-    for (int64_t number : numbers) op.arguments.push_back(Emitter::constant(number));
-    return op;
-  };
-  switch (collective) {
-    case Collective::kCopy:
-      return make("smp::tp_copy", {});
-    case Collective::kReduce:
-      return make("smp::tp_reduce", {});
-    case Collective::kScatter:
-      return make("smp::tp_scatter", {to.dim, to.blocks});
-    case Collective::kGather:
-      return make("smp::tp_gather", {from.dim, from.blocks});
-    case Collective::kAllGather:
-      return make("smp::tp_all_gather", {from.dim});
-    case Collective::kReduceScatter:
-      return make("smp::tp_reduce_scatter", {to.dim});
-    case Collective::kAllToAll:
-      break;
-  }
-  return make("smp::tp_all_to_all", {to.dim, from.dim});
+Operator operator_of(const Conversion& step, ValueId argument) {
+  const auto& [collective, from, to] = step;
+  const CollectiveForm& form = form_of(collective);
+  Emitter::Constants numbers;
+  if (to.is_divided()) numbers.emplace_back(to.dim);
+  if (from.is_divided()) numbers.emplace_back(from.dim);
+  if (form.takes_blocks) numbers.emplace_back(to.is_divided() ? to.blocks : from.blocks);
+  Operator op(find_operator(form.name, ""));
+  op.arguments = Emitter::arguments_of({argument}, numbers);
+  return op;
 }
 
 }  // namespace
 
 TensorMeta contiguous(TensorMeta meta, c10::IntArrayRef sizes) {
   meta.sizes.assign(sizes.begin(), sizes.end());
-  meta.strides.resize(sizes.size());
-  int64_t stride = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    meta.strides[d] = stride;
-    stride *= std::max<int64_t>(sizes[d], 1);
-  }
+  const auto strides = c10::contiguous_strides(sizes);
+  meta.strides.assign(strides.begin(), strides.end());
   return meta;
 }
 
-ValueId GraphWriter::call(const char* name, const char* overload, std::vector<Argument> arguments) {
+ValueId GraphWriter::call_with(const char* name, const char* overload,
+                               std::vector<Argument> arguments) {
   Operator op = like_call(find_operator(name, overload));
   op.arguments = std::move(arguments);
   note_writes(op);
   return add_on_shapes(std::move(op)).at(0);
 }
 
-ValueId GraphWriter::call(const char* name, std::vector<Argument> arguments, c10::IntArrayRef sizes,
-                          at::ScalarType dtype) {
+ValueId GraphWriter::call_own(const char* name, const Tensors& tensors, const Constants& constants,
+                              c10::IntArrayRef sizes, at::ScalarType dtype) {
   Operator op = like_call(find_operator(name, ""));
-  op.arguments = std::move(arguments);
-  TensorMeta meta = contiguous(graph().values[op.arguments[0].values[0]].meta, sizes);
+  op.arguments = arguments_of(tensors, constants);
+  TensorMeta meta = contiguous(this->meta(tensors[0]), sizes);
   meta.dtype = dtype;
   meta.requires_grad = op.mode.grad && any_requires_grad(op);
   return add_own(std::move(op), meta, Traffic());
 }
 
 ValueId GraphWriter::reduce(ValueId value) {
-  Operator op = like_call(find_operator("smp::tp_reduce", ""));
-  op.arguments = {tensor(value)};
-  return add_sum(std::move(op), meta(value).sizes, Collective::kReduce);
+  return add_sum(value, Layout::whole(), Collective::kReduce);
 }
 
 ValueId GraphWriter::reduce_scatter(ValueId value, int dim) {
-  Operator op = like_call(find_operator("smp::tp_reduce_scatter", ""));
-  op.arguments = {tensor(value), constant(int64_t{dim})};
-  const Sizes sizes = local_sizes(meta(value).sizes, Layout::divided(dim), options_.ranks);
-  return add_sum(std::move(op), sizes, Collective::kReduceScatter);
+  return add_sum(value, Layout::divided(dim), Collective::kReduceScatter);
 }
 
 void GraphWriter::follow(const char* from, int to,
@@ -228,10 +207,13 @@ ValueId GraphWriter::add_own(Operator op, const TensorMeta& meta, const Traffic&
   return append(std::move(op), {result}, {graph().alias_sets++})[0];
 }
 
-/// Adds a sum over the ranks of the operator's argument.
-ValueId GraphWriter::add_sum(Operator op, c10::IntArrayRef sizes, Collective collective) {
-  const TensorMeta& whole = this->meta(op.arguments[0].values[0]);
-  TensorMeta meta = contiguous(whole, sizes);
+/// Adds a sum over the ranks. Each gets its share by the layout.
+ValueId GraphWriter::add_sum(ValueId terms, const Layout& to, Collective collective) {
+  Operator op = operator_of({collective, Layout::partial(), to}, terms);
+  op.mode = call_->op().mode;
+  op.scope = call_->op().scope;
+  const TensorMeta& whole = this->meta(terms);
+  TensorMeta meta = contiguous(whole, local_sizes(whole.sizes, to, options_.ranks));
   meta.requires_grad = op.mode.grad && any_requires_grad(op);
   const bool has_gradient = whole_.trains() && meta.requires_grad;
   const Traffic moved =
@@ -249,7 +231,7 @@ ValueId GraphWriter::convert(ValueId value, const Conversion& step, ValueId from
                              Gradient gradient) {
   const bool shares = step.collective == Collective::kCopy;
   if (shares && is_written_later(value)) from = add_clone(value, from, gradient);
-  Operator op = operator_of(step.collective, step.from, step.to, from);
+  Operator op = operator_of(step, from);
   op.mode = mode_of_conversion(value);
   const TensorMeta& whole = whole_.values[value].meta;
   TensorMeta meta = shares ? this->meta(from)
@@ -274,7 +256,7 @@ bool GraphWriter::is_written_later(ValueId value) const {
 
 ValueId GraphWriter::add_clone(ValueId value, ValueId from, Gradient gradient) {
   Operator op(find_operator("aten::clone", ""));
-  op.arguments = {tensor(from), constant(at::MemoryFormat::Contiguous)};
+  op.arguments = arguments_of({from}, {at::MemoryFormat::Contiguous});
   op.mode = mode_of_conversion(value);
   TensorMeta meta = contiguous(this->meta(from), this->meta(from).sizes);
   meta.requires_grad = gradient.required && op.mode.grad;

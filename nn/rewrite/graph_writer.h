@@ -18,10 +18,10 @@ namespace smp::nn::rewrite {
 /// operators stand.
 class GraphWriter : public Emitter {
  public:
-  graph::ValueId call(const char* name, const char* overload,
-                      std::vector<graph::Argument> arguments) override;
-  graph::ValueId call(const char* name, std::vector<graph::Argument> arguments,
-                      c10::IntArrayRef sizes, at::ScalarType dtype) override;
+  graph::ValueId call_with(const char* name, const char* overload,
+                           std::vector<graph::Argument> arguments) override;
+  graph::ValueId call_own(const char* name, const Tensors& tensors, const Constants& constants,
+                          c10::IntArrayRef sizes, at::ScalarType dtype) override;
   graph::ValueId reduce(graph::ValueId value) override;
   graph::ValueId reduce_scatter(graph::ValueId value, int dim) override;
   const graph::TensorMeta& meta(graph::ValueId value) const override {
@@ -80,7 +80,7 @@ class GraphWriter : public Emitter {
   void set_reads_parameter(graph::Operator& op) const;
   bool any_requires_grad(const graph::Operator& op) const;
   graph::ValueId add_own(graph::Operator op, const graph::TensorMeta& meta, const Traffic& moved);
-  graph::ValueId add_sum(graph::Operator op, c10::IntArrayRef sizes, Collective collective);
+  graph::ValueId add_sum(graph::ValueId terms, const Layout& to, Collective collective);
   bool is_written_later(graph::ValueId value) const;
   graph::ValueId add_clone(graph::ValueId value, graph::ValueId from, Gradient gradient);
   graph::ValueId add_conversion(graph::Operator op, const graph::TensorMeta& meta, int alias_set,

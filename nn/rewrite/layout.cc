@@ -2,6 +2,7 @@
 #include "nn/rewrite/layout.h"
 
 #include <c10/util/StringUtil.h>
+#include <c10/util/accumulate.h>
 
 #include "core/check.h"
 
@@ -22,15 +23,6 @@ std::string Layout::to_string() const {
 }
 
 namespace rewrite {
-namespace {
-
-int64_t product(c10::IntArrayRef sizes, size_t first) {
-  int64_t result = 1;
-  for (size_t d = first; d < sizes.size(); ++d) result *= sizes[d];
-  return result;
-}
-
-}  // namespace
 
 bool can_divide(c10::IntArrayRef sizes, int dim, int64_t blocks, int ranks) {
   return dim >= 0 && dim < static_cast<int>(sizes.size()) && blocks >= 1 && sizes[dim] > 0 &&
@@ -47,7 +39,8 @@ Sizes local_sizes(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
 }
 
 int64_t stride_of(c10::IntArrayRef sizes, const Layout& layout, int ranks) {
-  return sizes[layout.dim] / (layout.blocks * ranks) * product(sizes, layout.dim + 1);
+  return sizes[layout.dim] / (layout.blocks * ranks) *
+         c10::multiply_integers(sizes.slice(layout.dim + 1));
 }
 
 std::optional<Layout> through_view(c10::IntArrayRef from, const Layout& layout, c10::IntArrayRef to,
@@ -55,7 +48,7 @@ std::optional<Layout> through_view(c10::IntArrayRef from, const Layout& layout, 
   const int64_t stride = stride_of(from, layout, ranks);
   if (stride == 0) return std::nullopt;  // no elements
   for (size_t d = 0; d < to.size(); ++d) {
-    const int64_t inner = product(to, d + 1);
+    const int64_t inner = c10::multiply_integers(to.slice(d + 1));
     if (inner == 0 || stride % inner != 0) continue;
     const int64_t part = stride / inner;
     if (to[d] == 0 || to[d] % (part * ranks) != 0) continue;
@@ -67,7 +60,7 @@ std::optional<Layout> through_view(c10::IntArrayRef from, const Layout& layout, 
 int64_t parts_in_view(c10::IntArrayRef from, const Layout& layout, c10::IntArrayRef to, int ranks) {
   const int64_t block = stride_of(from, layout, ranks) * ranks;
   for (size_t d = to.size(); d-- > 0;) {
-    const int64_t inner = product(to, d + 1);
+    const int64_t inner = c10::multiply_integers(to.slice(d + 1));
     if (inner > 0 && to[d] * inner >= block) return block / inner;
   }
   return 1;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "nn/rewrite/legality.h"
 
-#include <c10/util/accumulate.h>
-
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -17,12 +15,6 @@
 
 namespace smp::nn::rewrite {
 namespace {
-
-/// The elements between two ranks' parts, in row-major order.
-int64_t local_stride(c10::IntArrayRef sizes, const Layout& layout) {
-  return block_of(sizes, layout) *
-         c10::multiply_integers(sizes.begin() + layout.dim + 1, sizes.end());
-}
 
 class Judge {
  public:
@@ -134,7 +126,7 @@ class Judge {
     const Layout& layout = call_.layout(0);
     return layout.is_divided() && results_[0].is_divided() &&
            factors.arguments[0][layout.dim] == factors.results[0][results_[0].dim] &&
-           local_stride(sizes(0), layout) == local_stride(result_sizes(0), results_[0]);
+           stride_of(sizes(0), layout, 1) == stride_of(result_sizes(0), results_[0], 1);
   }
 
   /// A tensor that lends a view its sizes is cut as the view is.

@@ -71,16 +71,22 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   layouts_.in_stream.resize(graph.values.size());
   layouts_.of.resize(graph.values.size());
   layouts_.free.resize(graph.values.size());
-  const graph::RequiresGrad requires_grad(graph);
-  const std::vector<AttentionForm> forms = attention_forms(graph, options.options_of);
-  const std::vector<bool> residuals = residual_sums(graph, options.options_of);
-  for (size_t i = 0; i < graph.operators.size(); ++i) {
-    calls_.emplace_back(graph, i, options.ranks, layouts_, forms[i], residuals[i]);
-    const Operator& op = graph.operators[i];
+  note_operators();
+  note_values();
+  note_events();
+}
+
+/// Notes how operators are computed, what they take and who reads each value.
+void Propagation::note_operators() {
+  const std::vector<AttentionForm> forms = attention_forms(graph_, options_.options_of);
+  const std::vector<bool> residuals = residual_sums(graph_, options_.options_of);
+  for (size_t i = 0; i < graph_.operators.size(); ++i) {
+    calls_.emplace_back(graph_, i, options_.ranks, layouts_, forms[i], residuals[i]);
+    const Operator& op = graph_.operators[i];
     rules_.push_back(rule_of(op));
-    times_.push_back(options.estimate
+    times_.push_back(options_.estimate
                          ? estimated_time(calls_.back())
-                         : op.cost.forward_us + (graph.trains() ? op.cost.backward_us : 0));
+                         : op.cost.forward_us + (graph_.trains() ? op.cost.backward_us : 0));
     for (int set : op.writes) last_writes_[set] = static_cast<int>(i);
     graph::for_each_argument(op, [&](ValueId value) {
       auto& users = layouts_.users[value];
@@ -90,28 +96,37 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
   }
   // Ranges that the step function differentiates are computed whole by every rank: gradients of
   // parts are sums over the ranks only when the backward pass of the step is over.
-  for (const graph::DifferentiatedRange& range : graph::differentiated_ranges(graph)) {
+  for (const graph::DifferentiatedRange& range : graph::differentiated_ranges(graph_)) {
     for (int i = range.first; i <= range.last; ++i) rules_[i] = nullptr;
   }
   const auto at_end = [&](ValueId value) {
     if (value != graph::kUndefined) layouts_.users[value].push_back(Layouts::kAtEnd);
   };
-  for (ValueId output : graph.outputs) at_end(output);
-  for (const graph::BackwardRoot& root : graph.roots) {
+  for (ValueId output : graph_.outputs) at_end(output);
+  for (const graph::BackwardRoot& root : graph_.roots) {
     at_end(root.value);
     at_end(root.gradient);
   }
-  for (size_t v = 0; v < graph.values.size(); ++v) {
-    const Value& value = graph.values[v];
+}
+
+/// Notes what kind of value each is.
+void Propagation::note_values() {
+  const graph::RequiresGrad requires_grad(graph_);
+  for (size_t v = 0; v < graph_.values.size(); ++v) {
+    const Value& value = graph_.values[v];
     layouts_.requires_grad_since.push_back(requires_grad.since(static_cast<ValueId>(v)));
     const bool is_number = c10::isFloatingType(value.meta.dtype);
-    comes_from_parameter_.push_back(comes_from_parameter(graph, static_cast<ValueId>(v)) ? 1 : 0);
+    comes_from_parameter_.push_back(comes_from_parameter(graph_, static_cast<ValueId>(v)) ? 1 : 0);
     is_activation_.push_back(value.kind == ValueKind::kResult && is_number &&
                              comes_from_parameter_.back() == 0);
     if (value.alias_set < 0) continue;
     alias_sets_[value.alias_set].push_back(static_cast<ValueId>(v));
     if (value.kind != ValueKind::kResult) lasting_[value.alias_set] = true;
   }
+}
+
+/// Notes what operators keep, and which of them read a value or write its storage.
+void Propagation::note_events() {
   for (const Call& call : calls_) {
     kept_.push_back(saved_by(call));
     may_be_in_stream_.push_back(may_be_in_stream(call) ? 1 : 0);
@@ -123,7 +138,7 @@ Propagation::Propagation(const Graph& graph, const DivideOptions& options)
     std::for_each(call.tensors().begin(), call.tensors().end(), note);
     for (int set : call.op().writes) {
       for (ValueId value : alias_sets_[set]) {
-        if (graph.values[value].producer <= index) note(value);
+        if (graph_.values[value].producer <= index) note(value);
       }
     }
   }

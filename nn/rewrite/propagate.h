@@ -39,6 +39,17 @@ struct Outcome {
   int joined_parameters = 0;  ///< how often a divided parameter has to be made whole
 };
 
+/// Pins that are tried, and how the graph runs with them.
+struct Try {
+  Pins pins;
+  Outcome outcome;
+};
+
+/// A prediction that is not better by this fraction is a tie.
+constexpr double kTie = 1e-9;
+/// How far a search follows the values of the graph.
+constexpr int kReach = 12;
+
 /// Finds out, operator by operator in program order, how a graph runs with some parameters divided.
 /// A run goes on from the one before: it treats anew those operators only that other pins, or
 /// values that lie otherwise for them, concern.
@@ -99,6 +110,9 @@ class Propagation {
   };
   class ValueWalk;
 
+  void note_operators();
+  void note_values();
+  void note_events();
   void note_all();
   void note_changes(const Pins& pins);
   bool treat_noted();

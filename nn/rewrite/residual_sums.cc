@@ -101,9 +101,8 @@ std::vector<bool> residual_sums(const Graph& graph,
 std::vector<ValueId> emit_residual_sum(Emitter& emitter, const Call& call, const Treatment&) {
   const ValueId first = emitter.widened(emitter.argument(0));
   const ValueId second = emitter.widened(emitter.argument(1));
-  const ValueId sum = emitter.call(
-      "aten::add", "Tensor",
-      {Emitter::tensor(first), Emitter::tensor(second), Emitter::constant(call.constant("alpha"))});
+  const ValueId sum =
+      emitter.call("aten::add", "Tensor", {first, second}, {call.constant("alpha")});
   emitter.follow("alpha", 2);
   return {emitter.rounded(sum, call.result_meta().dtype)};
 }

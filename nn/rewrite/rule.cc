@@ -55,6 +55,10 @@ bool writes_another(const std::string& overload) {
 
 }  // namespace
 
+void add_rules(RuleTable& rules, const std::vector<const char*>& names, const Rule& rule) {
+  for (const char* name : names) rules[std::string("aten::") + name] = rule;
+}
+
 void register_rule(const std::string& operator_name, Rule rule) {
   const std::lock_guard<std::mutex> lock(registered().mutex);
   registered().rules[operator_name] = std::move(rule);

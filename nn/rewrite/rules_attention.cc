@@ -17,23 +17,24 @@ using Result = std::optional<Treatment>;
 bool drops(const Call& call) { return call.constant("dropout_p").toDouble() > 0; }
 
 ValueId scaled(Emitter& emitter, ValueId value, double factor) {
-  return emitter.call("aten::mul", "Scalar", {Emitter::tensor(value), Emitter::constant(factor)});
+  return emitter.call("aten::mul", "Scalar", {value}, {factor});
+}
+
+/// Scores, -inf where a mask is true.
+ValueId hidden(Emitter& emitter, ValueId scores, ValueId where) {
+  return emitter.call("aten::masked_fill", "Scalar", {scores, where},
+                      {-std::numeric_limits<double>::infinity()});
 }
 
 /// The mask of keys that every query may see: -inf where a key comes later.
 ValueId masked_by_order(Emitter& emitter, ValueId scores) {
   const graph::TensorMeta meta = emitter.meta(scores);
   const std::vector<int64_t> sizes(meta.sizes.end() - 2, meta.sizes.end());
+  const c10::IValue none;
   const auto all =
-      emitter.call("aten::new_ones", "",
-                   {Emitter::tensor(scores), Emitter::constant(sizes), Emitter::constant(at::kBool),
-                    Emitter::constant(c10::IValue()), Emitter::constant(c10::IValue()),
-                    Emitter::constant(c10::IValue())});
-  const auto later =
-      emitter.call("aten::triu", "", {Emitter::tensor(all), Emitter::constant(int64_t{1})});
-  return emitter.call("aten::masked_fill", "Scalar",
-                      {Emitter::tensor(scores), Emitter::tensor(later),
-                       Emitter::constant(-std::numeric_limits<double>::infinity())});
+      emitter.call("aten::new_ones", "", {scores}, {sizes, at::kBool, none, none, none});
+  const auto later = emitter.call("aten::triu", "", {all}, {int64_t{1}});
+  return hidden(emitter, scores, later);
 }
 
 ValueId masked(Emitter& emitter, const Call& call, ValueId scores) {
@@ -41,27 +42,21 @@ ValueId masked(Emitter& emitter, const Call& call, ValueId scores) {
   if (position < 0) return scores;
   const ValueId mask = emitter.argument(position);
   if (call.meta(position).dtype != at::kBool) {
-    return emitter.call("aten::add", "Tensor",
-                        {Emitter::tensor(scores), Emitter::tensor(mask), Emitter::constant(1)});
+    return emitter.call("aten::add", "Tensor", {scores, mask}, {1});
   }
-  const auto hidden = emitter.call("aten::logical_not", "", {Emitter::tensor(mask)});
-  return emitter.call("aten::masked_fill", "Scalar",
-                      {Emitter::tensor(scores), Emitter::tensor(hidden),
-                       Emitter::constant(-std::numeric_limits<double>::infinity())});
+  return hidden(emitter, scores, emitter.call("aten::logical_not", "", {mask}));
 }
 
 /// Scores less the distance of query and key, times the slope of the head.
 ValueId biased(Emitter& emitter, const Call& call, ValueId scores) {
   const int64_t bias_max = call.attention_form().alibi_bias_max;
   if (bias_max == 0) return scores;
-  const auto like = emitter.call("aten::detach", "", {Emitter::tensor(scores)});
+  const auto like = emitter.call("aten::detach", "", {scores});
   const graph::TensorMeta meta = emitter.meta(scores);
-  const auto biases = emitter.call("smp::tp_linear_biases",
-                                   {Emitter::tensor(like), Emitter::constant(call.meta(0).sizes[1]),
-                                    Emitter::constant(bias_max)},
-                                   {1, meta.sizes[1], meta.sizes[2], meta.sizes[3]}, meta.dtype);
-  return emitter.call("aten::add", "Tensor",
-                      {Emitter::tensor(scores), Emitter::tensor(biases), Emitter::constant(1)});
+  const auto biases =
+      emitter.call_own("smp::tp_linear_biases", {like}, {call.meta(0).sizes[1], bias_max},
+                       {1, meta.sizes[1], meta.sizes[2], meta.sizes[3]}, meta.dtype);
+  return emitter.call("aten::add", "Tensor", {scores, biases}, {1});
 }
 
 /// Queries, keys, values or the mask, in the type in which they are worked on.
@@ -79,35 +74,29 @@ std::vector<ValueId> emit_attention(Emitter& emitter, const Call& call,
   const c10::IValue scale = call.constant("scale");
   const double factor = std::sqrt(scale.isDouble() ? scale.toDouble() : 1 / std::sqrt(width));
   const auto query = scaled(emitter, operand(emitter, call, 0), factor / divisor);
-  const auto key = emitter.call("aten::transpose", "int",
-                                {Emitter::tensor(operand(emitter, call, 1)),
-                                 Emitter::constant(int64_t{-2}), Emitter::constant(int64_t{-1})});
+  const auto key = emitter.call("aten::transpose", "int", {operand(emitter, call, 1)},
+                                {int64_t{-2}, int64_t{-1}});
   const auto keys = scaled(emitter, key, factor);
   const ValueId values = operand(emitter, call, 2);
-  ValueId weights =
-      emitter.call("aten::matmul", "", {Emitter::tensor(query), Emitter::tensor(keys)});
+  ValueId weights = emitter.call("aten::matmul", "", {query, keys});
   if (divisor > 1) weights = scaled(emitter, emitter.widened(weights), divisor);
   if (call.is_set("is_causal")) weights = masked_by_order(emitter, weights);
   weights = biased(emitter, call, masked(emitter, call, weights));
-  weights = emitter.call(
-      "aten::_safe_softmax", "",
-      {Emitter::tensor(weights), Emitter::constant(int64_t{-1}), Emitter::constant(c10::IValue())});
+  weights = emitter.call("aten::_safe_softmax", "", {weights}, {int64_t{-1}, c10::IValue()});
   weights = emitter.converted(weights, emitter.meta(values).dtype);
   if (drops(call)) {
     const graph::TensorMeta meta = emitter.meta(weights);
     const Layout& layout = treatment.arguments[0];
-    weights = emitter.call("smp::tp_dropout",
-                           {Emitter::tensor(weights), Emitter::constant(call.constant("dropout_p")),
-                            Emitter::constant(true), Emitter::constant(int64_t{layout.dim}),
-                            Emitter::constant(layout.blocks)},
-                           meta.sizes, meta.dtype);
+    weights =
+        emitter.call_own("smp::tp_dropout", {weights},
+                         {call.constant("dropout_p"), true, int64_t{layout.dim}, layout.blocks},
+                         meta.sizes, meta.dtype);
     emitter.follow("dropout_p", 1);
   } else {
     emitter.require("dropout_p");
   }
   emitter.require("scale");
-  const ValueId context =
-      emitter.call("aten::matmul", "", {Emitter::tensor(weights), Emitter::tensor(values)});
+  const ValueId context = emitter.call("aten::matmul", "", {weights, values});
   return {emitter.converted(context, call.result_meta().dtype)};
 }
 
@@ -120,7 +109,8 @@ std::vector<ValueId> emit_plain_attention(Emitter& emitter, const Call& call, co
     if (at == call.tensors().end()) continue;
     argument.values = {operand(emitter, call, static_cast<int>(at - call.tensors().begin()))};
   }
-  const auto result = emitter.call("aten::scaled_dot_product_attention", "", std::move(arguments));
+  const auto result =
+      emitter.call_with("aten::scaled_dot_product_attention", "", std::move(arguments));
   emitter.follow("scale", call.argument("scale"));
   emitter.require("dropout_p");
   return {emitter.converted(result, call.result_meta().dtype)};

@@ -2,11 +2,9 @@
 // Rules of operators that work on elements, or along some dimensions.
 
 #include <algorithm>
-#include <set>
 
 #include "nn/rewrite/builtin_rules.h"
 #include "nn/rewrite/emitter.h"
-#include "nn/rewrite/factors.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -34,9 +32,9 @@ Result linear_on_partial(const Call& call) {
   return treatment;
 }
 
-/// The result is divided like the first tensor. The others only lend their type.
-Result like_first(const Call& call) {
-  if (!call.divided(0)) return linear_on_partial(call);
+/// A change of type: the result is divided like the first tensor. A second only lends its type.
+Result conversion(const Call& call) {
+  if (!call.divided(0)) return std::nullopt;
   Treatment treatment = call.all_whole();
   for (size_t i = 0; i < call.tensors().size(); ++i) {
     treatment.arguments[i] = call.layout(static_cast<int>(i));
@@ -45,57 +43,23 @@ Result like_first(const Call& call) {
   return treatment;
 }
 
-Result to_other(const Call& call) {
-  return call.tensors().size() > 1 && !call.divided(0) ? std::nullopt : like_first(call);
-}
-
-/// The dimensions that a constant names, counted from the front.
-std::set<int> named_dims(const Call& call, const char* argument) {
-  std::set<int> dims;
-  const auto named = call.integers(argument);
-  if (named && !named->empty()) {
-    for (int64_t dim : *named) dims.insert(static_cast<int>(dim < 0 ? dim + call.dim(0) : dim));
-  } else {
-    for (int d = 0; d < call.dim(0); ++d) dims.insert(d);
-  }
-  return dims;
-}
-
-/// Where dimension `dim` of the first tensor is in a result that may lack the dimensions `gone`.
-int place_after(const Call& call, int dim, const std::set<int>& gone) {
-  if (static_cast<int>(call.result_meta().sizes.size()) == call.dim(0)) return dim;
-  return dim - static_cast<int>(
-                   std::count_if(gone.begin(), gone.end(), [&](int other) { return other < dim; }));
-}
-
 /// A mean over a divided dimension: the mean of each part is one of `ranks` terms.
 std::vector<graph::ValueId> emit_mean(Emitter& emitter, const Call& call, const Treatment&) {
   std::vector<graph::Argument> arguments = call.op().arguments;
   arguments[0] = Emitter::tensor(emitter.argument(0));
   const std::string& overload = call.op().handle.operator_name().overload_name;
-  const auto mean = emitter.call("aten::mean", overload.c_str(), std::move(arguments));
-  return {emitter.call("aten::div", "Scalar",
-                       {Emitter::tensor(mean), Emitter::constant(int64_t{call.ranks()})})};
+  const auto mean = emitter.call_with("aten::mean", overload.c_str(), std::move(arguments));
+  return {emitter.call("aten::div", "Scalar", {mean}, {int64_t{call.ranks()}})};
 }
 
 /// `sum` and `mean`: over a divided dimension each rank has a part of the sum.
 Result sums(const Call& call) {
+  const Layout& layout = call.layout(0);
+  if (!layout.is_divided() || dims_named(call, "dim").count(layout.dim) == 0) return follow(call);
   Treatment treatment = call.all_whole();
-  if (call.layout(0).is_partial() && call.users(0).size() == 1) {
-    treatment.arguments[0] = treatment.results[0] = Layout::partial();
-    return treatment;
-  }
-  if (!call.divided(0)) return std::nullopt;
-  Layout layout = call.layout(0);
   treatment.arguments[0] = layout;
-  const auto dims = named_dims(call, "dim");
-  if (dims.count(layout.dim) > 0) {
-    treatment.results[0] = Layout::partial();
-    if (call.base_name() == "aten::mean") treatment.emit = emit_mean;
-  } else {
-    layout.dim = place_after(call, layout.dim, dims);
-    treatment.results[0] = layout;
-  }
+  treatment.results[0] = Layout::partial();
+  if (call.base_name() == "aten::mean") treatment.emit = emit_mean;
   return treatment;
 }
 
@@ -160,50 +124,24 @@ std::optional<Treatment> elementwise(const Call& call) {
 }
 
 std::optional<Treatment> along_last(const Call& call, int count) {
-  if (!call.divided(0) || call.layout(0).dim >= call.dim(0) - count) return std::nullopt;
-  Treatment treatment = call.all_shared();
-  treatment.arguments[0] = call.layout(0);
-  for (Layout& layout : treatment.results) layout = call.layout(0);
-  return treatment;
+  return call.divided(0) ? follow_factors(call, factors_along_last(call, count)) : std::nullopt;
 }
 
 std::optional<Treatment> along_dims(const Call& call, const char* argument) {
   if (!call.divided(0)) return std::nullopt;
-  Layout layout = call.layout(0);
-  const auto dims = named_dims(call, argument);
-  if (dims.count(layout.dim) > 0) return std::nullopt;
-  Treatment treatment = call.all_shared();
-  treatment.arguments[0] = layout;
-  layout.dim = place_after(call, layout.dim, dims);
-  for (Layout& own : treatment.results) own = layout;
-  return treatment;
+  return follow_factors(call, factors_along(call, dims_named(call, argument)));
 }
 
 RuleTable math_rules() {
   RuleTable rules;
-  for (const char* name : elementwise_operators())
-    rules[std::string("aten::") + name] = elementwise;
-  rules["aten::max.other"] = elementwise;
-  rules["aten::min.other"] = elementwise;
-  for (const char* name : {"to", "_to_copy", "type_as"}) {
-    rules[std::string("aten::") + name] = to_other;
-  }
-  for (const char* name : operators_along_dim()) {
-    rules[std::string("aten::") + name] = [](const Call& call) { return along_dims(call, "dim"); };
-  }
-  for (const char* name : {"sum", "sum.dim_IntList", "mean", "mean.dim"}) {
-    rules[std::string("aten::") + name] = sums;
-  }
-  for (const char* name : {"layer_norm", "rms_norm"}) {
-    rules[std::string("aten::") + name] = [](const Call& call) {
-      return along_last(call, static_cast<int>(call.integers("normalized_shape")->size()));
-    };
-  }
-  for (const char* name : {"tril", "triu"}) {
-    rules[std::string("aten::") + name] = [](const Call& call) { return along_last(call, 2); };
-  }
-  rules["aten::glu"] = follow;
-  rules["aten::group_norm"] = group_norm;
+  add_rules(rules, elementwise_operators(), elementwise);
+  add_rules(rules, {"max.other", "min.other"}, elementwise);
+  add_rules(rules, {"to", "_to_copy", "type_as"}, conversion);
+  add_rules(rules, operators_along_dim(), [](const Call& call) { return along_dims(call, "dim"); });
+  add_rules(rules, {"sum", "sum.dim_IntList", "mean", "mean.dim"}, sums);
+  add_rules(rules, {"layer_norm", "rms_norm", "glu"}, follow);
+  add_rules(rules, {"tril", "triu"}, [](const Call& call) { return along_last(call, 2); });
+  add_rules(rules, {"group_norm"}, group_norm);
   return rules;
 }
 

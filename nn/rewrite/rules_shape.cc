@@ -57,10 +57,8 @@ Result reshapes(const Call& call) {
 std::vector<graph::ValueId> emit_reshape(Emitter& emitter, const Call& call,
                                          const Treatment& treatment) {
   const char* name = call.base_name() == "aten::view_as" ? "aten::view" : "aten::reshape";
-  return {emitter.call(name, "",
-                       {Emitter::tensor(emitter.argument(0)),
-                        Emitter::constant(local_list(call.result_meta().sizes, treatment.results[0],
-                                                     call.ranks()))})};
+  return {emitter.call(name, "", {emitter.argument(0)},
+                       {local_list(call.result_meta().sizes, treatment.results[0], call.ranks())})};
 }
 
 Result reshapes_as(const Call& call) {
@@ -170,34 +168,23 @@ Result stacks(const Call& call) {
 
 RuleTable shape_rules() {
   RuleTable rules;
-  for (const char* name :
-       {"_unsafe_view", "flatten.using_ints", "reshape", "unflatten.int", "view"}) {
-    rules[std::string("aten::") + name] = reshapes;
-  }
-  rules.erase("aten::view");
-  rules["aten::view."] = reshapes;  // not view.dtype
-  for (const char* name :
-       {"permute", "transpose.int", "t", "numpy_T", "mT", "movedim.int", "swapaxes", "swapdims"}) {
-    rules[std::string("aten::") + name] = follow;
-  }
-  for (const char* name : {"squeeze", "squeeze.dim", "squeeze.dims"}) {
-    rules[std::string("aten::") + name] = follow;
-  }
-  for (const char* name : {"chunk", "split.Tensor", "split.sizes", "split_with_sizes", "unbind.int",
-                           "unsafe_chunk", "unsafe_split.Tensor"}) {
-    rules[std::string("aten::") + name] = splits;
-  }
-  rules["aten::view_as"] = reshapes_as;
-  rules["aten::reshape_as"] = reshapes_as;
-  rules["aten::unsqueeze"] = follow;
-  rules["aten::expand"] = expands;
-  rules["aten::repeat"] = repeats;
-  rules["aten::select.int"] = follow;
-  rules["aten::slice.Tensor"] = slices;
-  rules["aten::narrow."] = slices;  // its start is a number
-  rules["aten::cat"] = joins;
-  rules["aten::concat"] = joins;
-  rules["aten::stack"] = stacks;
+  // "view." is the overload without a name: not view.dtype. The start of "narrow." is a number.
+  add_rules(rules, {"_unsafe_view", "flatten.using_ints", "reshape", "unflatten.int", "view."},
+            reshapes);
+  add_rules(rules, {"view_as", "reshape_as"}, reshapes_as);
+  add_rules(rules,
+            {"permute", "transpose.int", "t", "numpy_T", "mT", "movedim.int", "swapaxes",
+             "swapdims", "squeeze", "squeeze.dim", "squeeze.dims", "unsqueeze", "select.int"},
+            follow);
+  add_rules(rules,
+            {"chunk", "split.Tensor", "split.sizes", "split_with_sizes", "unbind.int",
+             "unsafe_chunk", "unsafe_split.Tensor"},
+            splits);
+  add_rules(rules, {"expand"}, expands);
+  add_rules(rules, {"repeat"}, repeats);
+  add_rules(rules, {"slice.Tensor", "narrow."}, slices);
+  add_rules(rules, {"cat", "concat"}, joins);
+  add_rules(rules, {"stack"}, stacks);
   return rules;
 }
 

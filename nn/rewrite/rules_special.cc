@@ -17,24 +17,19 @@ std::vector<ValueId> emit_dropout(Emitter& emitter, const Call& call, const Trea
   const ValueId input = emitter.argument(0);
   const graph::TensorMeta meta = emitter.meta(input);
   const Layout& layout = treatment.arguments[0];
-  const ValueId kept =
-      emitter.call("smp::tp_dropout",
-                   {Emitter::tensor(input), Emitter::constant(call.constant("p")),
-                    Emitter::constant(call.constant("train")),
-                    Emitter::constant(int64_t{layout.dim}), Emitter::constant(layout.blocks)},
-                   meta.sizes, meta.dtype);
+  const ValueId kept = emitter.call_own(
+      "smp::tp_dropout", {input},
+      {call.constant("p"), call.constant("train"), int64_t{layout.dim}, layout.blocks}, meta.sizes,
+      meta.dtype);
   emitter.follow("p", 1);
   if (!call.in_place()) return {kept};
-  return {emitter.call("aten::copy_", "",
-                       {Emitter::tensor(input), Emitter::tensor(kept), Emitter::constant(false)})};
+  return {emitter.call("aten::copy_", "", {input, kept}, {false})};
 }
 
 /// One that drops nothing hands on its argument, as it was recorded.
 std::vector<ValueId> emit_no_dropout(Emitter& emitter, const Call& call, const Treatment&) {
-  const ValueId same =
-      emitter.call("aten::dropout", "",
-                   {Emitter::tensor(emitter.argument(0)), Emitter::constant(call.constant("p")),
-                    Emitter::constant(call.constant("train"))});
+  const ValueId same = emitter.call("aten::dropout", "", {emitter.argument(0)},
+                                    {call.constant("p"), call.constant("train")});
   emitter.require("p");
   return {same};
 }
@@ -51,7 +46,7 @@ bool is_written_later(const Call& call, int alias_set) {
 /// The mask of a whole tensor is drawn in the order of its memory, which must be that of its
 /// elements.
 Result dropout(const Call& call) {
-  if (!call.divided(0) || !call.is_contiguous(0)) return std::nullopt;
+  if (!call.divided(0) || !is_contiguous(call.meta(0))) return std::nullopt;
   Treatment treatment = call.all_whole();
   treatment.arguments[0] = treatment.results[0] = call.layout(0);
   const int set = call.graph().values[call.results()[0]].alias_set;
@@ -74,16 +69,14 @@ int64_t bytes_of_loss(const Call& call) {
 }
 
 std::vector<ValueId> emit_cross_entropy(Emitter& emitter, const Call& call, const Treatment&) {
-  const int weight = call.position("weight");
+  const auto logits = emitter.argument(0), target = emitter.argument(1);
+  const auto weight = emitter.argument_or_none(call.position("weight"));
   const bool smooths = call.argument("label_smoothing") >= 0;
-  const auto result = emitter.call(
-      "smp::tp_cross_entropy",
-      {Emitter::tensor(emitter.argument(0)), Emitter::tensor(emitter.argument(1)),
-       weight < 0 ? Emitter::constant(c10::IValue()) : Emitter::tensor(emitter.argument(weight)),
-       Emitter::constant(call.constant("reduction")),
-       Emitter::constant(call.constant("ignore_index")),
-       Emitter::constant(smooths ? call.constant("label_smoothing") : c10::IValue(0.0))},
-      call.result_meta().sizes, call.result_meta().dtype);
+  const auto result =
+      emitter.call_own("smp::tp_cross_entropy", {logits, target, weight},
+                       {call.constant("reduction"), call.constant("ignore_index"),
+                        smooths ? call.constant("label_smoothing") : c10::IValue(0.0)},
+                       call.result_meta().sizes, call.result_meta().dtype);
   if (smooths) emitter.follow("label_smoothing", 5);
   return {result};
 }

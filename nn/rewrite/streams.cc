@@ -17,11 +17,6 @@ using graph::Graph;
 using graph::Value;
 using graph::ValueId;
 
-/// A prediction that is not better by this fraction is a tie.
-constexpr double kEqualCosts = 1e-9;
-/// How far a search follows the values of the graph.
-constexpr int kReachedUses = 12;
-
 class StreamChooser {
  public:
   StreamChooser(Propagation& propagation, const Pins& pins, const DivideOptions& options)
@@ -38,11 +33,6 @@ class StreamChooser {
   }
 
  private:
-  struct Try {
-    Pins pins;
-    Outcome outcome;
-  };
-
   const Call& call(size_t index) const { return propagation_.calls()[index]; }
 
   double cost_of(const Outcome& outcome) const {
@@ -95,14 +85,15 @@ class StreamChooser {
         joins_parameters = true;
         continue;
       }
-      const double bound = cheapest ? cost_of(cheapest->outcome) * (1 - kEqualCosts)
+      const double bound = cheapest ? cost_of(cheapest->outcome) * (1 - kTie)
                                     : std::numeric_limits<double>::infinity();
       if (cost_of(grown->outcome) >= bound) continue;
       cheapest = std::move(grown);
       best_dim = dim;
     }
-    if (cheapest && cost_of(cheapest->outcome) < cost_of(best_.outcome) * (1 - kEqualCosts)) {
-      note(seed, *cheapest, best_dim);
+    if (cheapest && cost_of(cheapest->outcome) < cost_of(best_.outcome) * (1 - kTie)) {
+      const auto [first, last] = ends_of(*cheapest);
+      note(seed, first, last, best_dim, "");
       best_ = std::move(*cheapest);
       return;
     }
@@ -115,7 +106,7 @@ class StreamChooser {
     } else if (joins_parameters) {
       reason = "in parts, divided parameters would have to be joined for each microbatch";
     }
-    note_whole(seed, reason);
+    note(seed, seed, seed, -1, reason);
   }
 
   std::string too_dear(const Outcome& outcome) const {
@@ -159,7 +150,7 @@ class StreamChooser {
     const bool begins = !home.is_whole() || outcome.treatments[made.producer]->reduced_bytes > 0;
     const bool can_begin = can_be_brought(value, layout);
     bool pinned = false;
-    if (!(begins && can_begin) && depth < kReachedUses) {
+    if (!(begins && can_begin) && depth < kReach) {
       for (const auto& [argument, own] : origins(value, layout)) {
         pinned |= pin_origins(argument, own, outcome, pins, depth + 1);
       }
@@ -229,32 +220,20 @@ class StreamChooser {
     return graph_.operators[graph_.values[value].producer].scope;
   }
 
-  void note(ValueId seed, const Try& made, int dim) {
-    std::vector<std::pair<int, ValueId>> new_pins;  // in program order
+  /// The values of the pins that a try adds which come first and last in the program.
+  std::pair<ValueId, ValueId> ends_of(const Try& made) const {
+    std::set<std::pair<int, ValueId>> added;
     for (const auto& [value, layout] : made.pins) {
-      if (best_.pins.count(value) == 0) new_pins.emplace_back(graph_.values[value].producer, value);
+      if (best_.pins.count(value) == 0) added.emplace(graph_.values[value].producer, value);
     }
-    std::sort(new_pins.begin(), new_pins.end());
-    StreamDecision decision;
-    decision.first = scope_of(new_pins.front().second);
-    decision.last = scope_of(new_pins.back().second);
-    const auto& sizes = graph_.values[seed].meta.sizes;
-    decision.sizes.assign(sizes.begin(), sizes.end());
-    decision.dim = dim;
-    add(std::move(decision));
+    return {added.begin()->second, added.rbegin()->second};
   }
 
-  void note_whole(ValueId seed, std::string reason) {
-    StreamDecision decision;
-    decision.first = decision.last = scope_of(seed);
+  /// Notes what was decided of a value, together with the one before if that is alike.
+  void note(ValueId seed, ValueId first, ValueId last, int dim, std::string reason) {
     const auto& sizes = graph_.values[seed].meta.sizes;
-    decision.sizes.assign(sizes.begin(), sizes.end());
-    decision.reason = std::move(reason);
-    add(std::move(decision));
-  }
-
-  /// Adds it to the one before, if that is alike.
-  void add(StreamDecision decision) {
+    StreamDecision decision{scope_of(first),  scope_of(last), 1, {sizes.begin(), sizes.end()}, dim,
+                            std::move(reason)};
     if (!decisions_.empty()) {
       StreamDecision& before = decisions_.back();
       if (before.sizes == decision.sizes && before.dim == decision.dim &&

@@ -64,10 +64,10 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
                             const core::Axis& over, bool captured_whole) {
   Entry& entry = entry_of(name);
   if (entry.is_divided()) {
-    const nn::ParameterSplit other = nn::split_of(entry.sharding);
-    SMP_CHECK_WITH(UsageError, other == split, "parameter \"", name, "\" is tied to \"", entry.name,
+    SMP_CHECK_WITH(UsageError, entry.sharding == nn::sharding_of(split, over), "parameter \"", name,
+                   "\" is tied to \"", entry.name,
                    "\" and divided in another way: ", split.to_string(), " against ",
-                   other.to_string(),
+                   entry.sharding.to_string(),
                    ". Modules that share a parameter must divide it alike; give them two "
                    "parameters, or set tensor_parallel_degree to 1");
     return;

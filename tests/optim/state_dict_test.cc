@@ -143,7 +143,7 @@ TEST_P(OptimizerStateTest, RestoredRunEqualsTheUninterruptedOneBitForBit) {
   Params stage;  // a pipeline stage that holds one parameter
   stage["b.bias"] = params.at("b.bias").detach().clone().requires_grad_();
   const OptimizerPtr partial = GetParam().fresh({stage.at("b.bias")});
-  set_state(*partial, state, names_of(stage), Names::kCommon);
+  set_state(*partial, state, names_of(stage));
 
   for (int64_t i = 3; i < 6; ++i) {
     step(*optimizer, params, i);
@@ -245,7 +245,7 @@ TEST(OptimizerStateContentsTest, GroupsAreMatchedByMembership) {
   torch::optim::SGD restored(
       {group(params, {"b.bias"}, 7), group(params, {"a.weight"}, 7), group(params, {}, 7)},
       torch::optim::SGDOptions(1));
-  set_state(restored, state, names_of(params), Names::kCommon);
+  set_state(restored, state, names_of(params));
   EXPECT_EQ(restored.param_groups()[0].options().get_lr(), 0.2);
   EXPECT_EQ(restored.param_groups()[1].options().get_lr(), 0.1);
   EXPECT_EQ(restored.param_groups()[2].options().get_lr(), 0.3);
@@ -273,8 +273,6 @@ TEST(OptimizerStateErrorTest, ListsEveryProblemAndChangesNothing) {
   EXPECT_EQ(message_of<CheckpointError>([&] { set_state(target, state, names_of(other)); }),
             "[smp] the saved optimizer state does not fit this optimizer:\n"
             "  a.weight: expected shape [4, 3], got [3, 4]\n"
-            "  c.scale: not in this optimizer\n"
-            "  d.new: missing from the saved state\n"
             "  parameter 3 of group 0, shape [2, 2]: has no name\n"
             "Build the optimizer as it was when the state was saved.");
   EXPECT_TRUE(target.state().empty());
