@@ -3,7 +3,6 @@
 
 #include <torch/nn/module.h>
 
-#include <algorithm>
 #include <map>
 #include <set>
 
@@ -106,23 +105,6 @@ std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expect
   return names;
 }
 
-/// Keeps of the expected tensors of a module those of its parameters.
-std::vector<ExpectedTensor> parameters_of(const torch::nn::Module& module,
-                                          const std::vector<NamedTensor>& tensors,
-                                          const std::vector<ExpectedTensor>& expected) {
-  std::set<const c10::TensorImpl*> parameters;
-  for (const at::Tensor& tensor : module.parameters()) {
-    parameters.insert(tensor.unsafeGetTensorImpl());
-  }
-  std::vector<ExpectedTensor> result;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (parameters.count(tensors[i].tensor.unsafeGetTensorImpl()) > 0) {
-      result.push_back(expected[i]);
-    }
-  }
-  return result;
-}
-
 }  // namespace
 
 StateDict state_dict(const torch::nn::Module& module) {
@@ -169,9 +151,17 @@ std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors
   return expected;
 }
 
+std::string list_problems(const Problems& problems) {
+  std::vector<std::string> lines;
+  for (const auto& [name, problem] : problems) {
+    lines.push_back(core::printable(name) + ": " + problem);
+  }
+  return core::indented(lines);
+}
+
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
                  const std::string& path, const Tolerance& tolerance) {
-  std::map<std::string, std::string> problems;  // problems by name
+  Problems problems;
   for (const ExpectedTensor& tensor : expected) {
     const std::string problem = problem_with(tensor, index, tolerance);
     if (!problem.empty()) {
@@ -183,12 +173,8 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
       problems[name] = c10::str("not in the model, got ", to_string(index.model.at(name).spec));
     }
   }
-  std::vector<std::string> lines;
-  for (const auto& [name, problem] : problems) {
-    lines.push_back(core::printable(name) + ": " + problem);
-  }
   SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", core::printable(path),
-                 "\" does not fit the model:", core::indented(lines),
+                 "\" does not fit the model:", list_problems(problems),
                  "\nBuild the model as it was when the checkpoint was written",
                  tolerance.strict
                      ? ", or load with strict = false to skip missing and unexpected tensors."
@@ -260,7 +246,8 @@ void load_into_module(torch::nn::Module& module, const std::string& path,
   const std::vector<ExpectedTensor> expected = expectations(targets);
   check_names(expected, reader.index(), path, tolerance);
   if (!average.empty()) {
-    check_average(parameters_of(module, targets, expected), reader.index(), average, path);
+    const auto parameters = expectations(named_tensors(module.named_parameters()));
+    check_average(parameters, reader.index(), average, path);
   }
   // Two passes, so that a damaged file is found before anything changes without a second copy
   // of the model in memory; the second pass reads from the page cache.

@@ -5,6 +5,7 @@
 #include <torch/ordered_dict.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -48,6 +49,10 @@ struct Tolerance {
 /// Whether a stored tensor can be loaded into an expected one: it is of the same shape and type, or
 /// with `convert` of another floating point type.
 bool fits(const TensorSpec& stored, const TensorSpec& expected, bool convert);
+
+/// Problems with tensors, by their names, and a list of them with a line for each.
+using Problems = std::map<std::string, std::string>;
+std::string list_problems(const Problems& problems);
 
 /// Compares the model section of `index` with the expectations: throws one CheckpointError that
 /// lists, sorted by name, every missing tensor, every unexpected one, every other shape or dtype,

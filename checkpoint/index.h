@@ -5,7 +5,6 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
 #include "checkpoint/file.h"
 #include "checkpoint/safetensors.h"

@@ -64,14 +64,6 @@ std::string listed(const std::vector<TensorSpec>& specs) {
   return c10::Join(", ", texts);
 }
 
-std::string listed(const std::map<std::string, std::string>& problems) {
-  std::vector<std::string> lines;
-  for (const auto& [name, problem] : problems) {
-    lines.push_back(core::printable(name) + ": " + problem);
-  }
-  return core::indented(lines);
-}
-
 /// The map's rule for a tensor of the model: by the first of its names that the files have.
 NameMap::Match rule_of(const ExpectedTensor& tensor, const NameMap& names) {
   NameMap::Match rule;
@@ -144,7 +136,7 @@ PretrainedPlan::PretrainedPlan(std::shared_ptr<const PretrainedFiles> files,
   }
   SMP_CHECK_WITH(
       CheckpointError, problems.empty(), "pretrained files \"", core::printable(files_->path()),
-      "\" do not fit the model:", listed(problems),
+      "\" do not fit the model:", list_problems(problems),
       "\nMap stored names to the model's with a NameMap, leave out what is not needed with "
       "its ignore(), or load with strict(false).");
 }
@@ -255,7 +247,7 @@ OutwardPlan::OutwardPlan(const std::vector<ExpectedTensor>& tensors, const NameM
     }
   }
   SMP_CHECK_WITH(CheckpointError, problems.empty(),
-                 "the model's tensors cannot be stored by the name map:", listed(problems),
+                 "the model's tensors cannot be stored by the name map:", list_problems(problems),
                  "\nCorrect the rules for these names.");
 }
 

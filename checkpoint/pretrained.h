@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "checkpoint/apply.h"
@@ -63,7 +62,6 @@ class PretrainedPlan {
     TensorSpec spec;     // the model's tensor
     int64_t before = 0;  // rows of those of `rule.ours` that come before it
   };
-  using Problems = std::map<std::string, std::string>;
   using Indices = std::map<std::string, size_t>;  // expected tensors by each name
 
   void match(const std::vector<ExpectedTensor>& expected, const PretrainedOptions& options,
@@ -99,7 +97,6 @@ class OutwardPlan {
     int64_t begin;  // its first row in the sources, one after the other
     int64_t rows;   // how many; none: all
   };
-  using Problems = std::map<std::string, std::string>;
 
   void divide(size_t i, const TensorSpec& spec, const NameMap::Match& rule, Problems& problems);
   void unite(const std::vector<ExpectedTensor>& tensors, const NameMap::Match& rule,

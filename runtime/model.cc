@@ -17,10 +17,13 @@
 namespace smp::runtime {
 namespace {
 
-/// named_parameters() of libtorch leaves out a tensor's second registration in the same module;
-/// across modules it lists every name.
-Model::TensorDict named(const torch::nn::Module& module, bool parameters) {
-  return parameters ? module.named_parameters() : module.named_buffers();
+template <class Predicate>
+Model::TensorDict those_that(const Model::TensorDict& all, const Predicate& predicate) {
+  Model::TensorDict result;
+  for (const auto& item : all) {
+    if (predicate(item.value())) result.insert(item.key(), item.value());
+  }
+  return result;
 }
 
 void check_partitioned(const Runtime& runtime) {
@@ -88,8 +91,10 @@ void Model::add_to(ParameterTable& table) const {
   }
 }
 
-Model::TensorDict Model::named_parameters() const { return named(*module_, true); }
-Model::TensorDict Model::named_buffers() const { return named(*module_, false); }
+/// libtorch leaves out a tensor's second registration in the same module; across modules it lists
+/// every name.
+Model::TensorDict Model::named_parameters() const { return module_->named_parameters(); }
+Model::TensorDict Model::named_buffers() const { return module_->named_buffers(); }
 std::vector<at::Tensor> Model::parameters() const { return unique_values(named_parameters()); }
 std::vector<at::Tensor> Model::buffers() const { return unique_values(named_buffers()); }
 
@@ -101,13 +106,8 @@ bool Model::is_local(const at::Tensor& tensor) const {
 
 Model::TensorDict Model::local(const TensorDict& all) const {
   check_partitioned(*runtime_);
-  TensorDict result;
-  for (const auto& item : all) {
-    if (is_local(item.value())) result.insert(item.key(), item.value());
-  }
-  return result;
+  return those_that(all, [this](const at::Tensor& tensor) { return is_local(tensor); });
 }
-
 Model::TensorDict Model::local_named_parameters() const { return local(named_parameters()); }
 Model::TensorDict Model::local_named_buffers() const { return local(named_buffers()); }
 
@@ -212,13 +212,9 @@ bool Model::is_distributed_parameter(const at::Tensor& parameter) const {
 }
 
 Model::TensorDict Model::parameters_that_are(bool distributed) const {
-  TensorDict result;
-  for (const auto& item : named_parameters()) {
-    if (is_distributed_parameter(item.value()) == distributed) {
-      result.insert(item.key(), item.value());
-    }
-  }
-  return result;
+  return those_that(named_parameters(), [&](const at::Tensor& tensor) {
+    return is_distributed_parameter(tensor) == distributed;
+  });
 }
 
 std::vector<std::pair<std::string, nn::ParameterSplit>> Model::split_parameters() const {

@@ -85,8 +85,8 @@ struct StepInputs {
 /// How `ScheduleRunner`s run schedules. Written by them, and by tests before the first step.
 struct Execution {
   /// State of the configuration's `timeline`: the same on all ranks.
-  enum class Timeline { kNotBegun, kRecorded, kDone };
-  Timeline timeline = Timeline::kNotBegun;
+  enum class TimelineState { kNotBegun, kRecorded, kDone };
+  TimelineState timeline = TimelineState::kNotBegun;
   /// In how many steps of training schedules can still be tried.
   int trial_steps = 64;
   /// Hashes for the configuration's `record_hashes`; null before the first step.

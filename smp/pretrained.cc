@@ -9,7 +9,7 @@
 #include "runtime/runtime.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/saving.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 #include "runtime/update/average.h"
 #include "smp/model_core.h"
 

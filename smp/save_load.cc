@@ -21,7 +21,7 @@
 #include "runtime/save/loading.h"
 #include "runtime/save/program_tensors.h"
 #include "runtime/save/saving.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 #include "smp/model_core.h"
 #include "smp/optimizer_core.h"
 

@@ -141,14 +141,17 @@ class Step {
   template <class Result, class Tuple>
   detail::StepCall make_call(const Tuple& whole, std::vector<detail::Cut> cuts,
                              std::map<int, Result>& results) {
-    using Indices = std::make_index_sequence<std::tuple_size_v<Tuple>>;
     detail::StepCall call;
-    add_arguments(call, whole, cuts, Indices());
+    for_each_argument(whole, cuts, [&, place = 0](const auto& argument, const auto& cut) mutable {
+      add_argument(call, argument, cut, place);
+    });
     call.microbatches = core_->count_microbatches(call);
     call.function = [this, &whole, cuts, &results, count = call.microbatches](
                         int microbatch, const std::vector<at::Tensor>& tensors) {
       Tuple arguments = whole;
-      slice_objects(arguments, cuts, count, microbatch, Indices());
+      for_each_argument(arguments, cuts, [&](auto& argument, const auto& cut) {
+        slice_object(argument, cut, count, microbatch);
+      });
       size_t next = 0;
       detail::for_each_tensor(arguments, [&](at::Tensor& tensor) {
         if (tensor.defined()) tensor = tensors[next++];
@@ -173,12 +176,12 @@ class Step {
     }
   }
 
-  template <class Tuple, size_t... I>
-  void add_arguments([[maybe_unused]] detail::StepCall& call, [[maybe_unused]] const Tuple& whole,
-                     [[maybe_unused]] const std::vector<detail::Cut>& cuts,
-                     std::index_sequence<I...>) const {
-    [[maybe_unused]] int place = 0;
-    (add_argument(call, std::get<I>(whole), cuts[I], place), ...);
+  /// Calls `visit(argument, how it is cut)`.
+  template <class Tuple, class Visit>
+  static void for_each_argument(Tuple& arguments, const std::vector<detail::Cut>& cuts,
+                                Visit visit) {
+    [[maybe_unused]] auto cut = cuts.begin();
+    std::apply([&](auto&... argument) { (visit(argument, *cut++), ...); }, arguments);
   }
 
   template <class T>
@@ -212,14 +215,6 @@ class Step {
       }
     }
     return cuts;
-  }
-
-  template <class Tuple, size_t... I>
-  void slice_objects([[maybe_unused]] Tuple& arguments,
-                     [[maybe_unused]] const std::vector<detail::Cut>& cuts,
-                     [[maybe_unused]] int64_t count, [[maybe_unused]] int microbatch,
-                     std::index_sequence<I...>) const {
-    (slice_object(std::get<I>(arguments), cuts[I], count, microbatch), ...);
   }
 
   template <class T>

@@ -4,7 +4,6 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>
 
-#include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>

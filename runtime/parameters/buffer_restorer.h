@@ -9,13 +9,15 @@ namespace smp::runtime {
 
 /// Copies of all buffers, and of the parameters that leaves write, put back when it goes: captures
 /// are invisible.
-class BufferRestorer {
- public:
-  explicit BufferRestorer(const ParameterTable& table);
+struct BufferRestorer {
+  explicit BufferRestorer(const ParameterTable& table) {
+    for (const auto& entry : table.entries()) {
+      if (!entry.is_parameter()) buffers.keep(entry.tensor);
+    }
+  }
 
- private:
-  graph::ContentScope buffers_;
-  graph::LeafWritesScope written_;
+  graph::ContentScope buffers;
+  graph::LeafWritesScope written;
 };
 
 }  // namespace smp::runtime

@@ -6,11 +6,16 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
+#include <string>
+#include <tuple>
 #include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "graph/absent.h"
+#include "graph/part.h"
 #include "graph/recording.h"
 #include "graph/storage.h"
 #include "nn/parameter_sharding.h"
@@ -36,15 +41,6 @@ void set_sizes(const at::Tensor& tensor, const std::vector<int64_t>& sizes,
   impl.set_allow_tensor_metadata_change(allowed);
 }
 
-/// The data of a tensor, which is without until it gets some.
-c10::intrusive_ptr<c10::StorageImpl> set_aside(const at::Tensor& tensor) {
-  auto data = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
-                                                    c10::DataPtr(nullptr, tensor.device()),
-                                                    /*allocator=*/nullptr, /*resizable=*/false);
-  graph::give_data(*data, *tensor.storage().unsafeGetStorageImpl());
-  return data;
-}
-
 /// Leaves a tensor this rank's part. Its memory lies in the same storage, under all that hold it;
 /// a part of values that wait, which is returned, waits too.
 at::Tensor keep_part(const ParameterTable::Entry& entry, const nn::ParameterSplit& split,
@@ -60,6 +56,16 @@ at::Tensor keep_part(const ParameterTable::Entry& entry, const nn::ParameterSpli
   if (tensor.grad().defined()) tensor.mutable_grad() = split.part(tensor.grad(), rank);
   forget_grad_accumulator(tensor);
   return entry.waiting.defined() ? part : at::Tensor();
+}
+
+/// Why this rank cannot use a parameter as the whole.
+graph::AbsencePtr partness_of(const ParameterTable::Entry& entry) {
+  return std::make_shared<graph::Absence>(graph::Absence{
+      c10::str("parameter \"", entry.name, "\", which the ranks of a tensor-parallel group divide"),
+      "Outside of steps go over its elements only. Call the module inside "
+      "smp::step([&](torch::Tensor "
+      "x) { return model(x); }), or as a plain module once model->cpu() has gathered it; "
+      "model->state_dict() has copies of the wholes"});
 }
 
 using nn::rewrite::DividedGraph;
@@ -96,14 +102,10 @@ class Divider {
   std::shared_ptr<const DividedGraph> settle(const std::shared_ptr<Division>& division) {
     DividedGraph& divided = division->made;
     for (auto& decision : divided.decisions) {
-      if (unfit_.count(decision.name) == 0) continue;
-      decision.reason = "its memory is shared with another tensor, or has gaps";
-      decision.skipped = true;
-    }
-    for (auto& decision : divided.decisions) {
-      if (tables_.count(decision.name) == 0) continue;
-      decision.reason = "it is a table of embeddings, and distribute_embedding is false";
-      decision.skipped = false;
+      const auto refusal = refusals_.find(decision.name);
+      if (refusal != refusals_.end()) {
+        std::tie(decision.reason, decision.skipped) = refusal->second;
+      }
     }
     check_options(divided);
     check_alike(divided);
@@ -132,7 +134,14 @@ class Divider {
       if (!may || !entry.is_parameter()) continue;
       const bool keeps_table =
           mark && !mark->options.distribute_embedding() && is_table(entry.name);
-      (keeps_table ? tables_ : is_fit(entry) ? options_.allowed : unfit_).insert(entry.name);
+      if (keeps_table) {
+        refusals_[entry.name] = {"it is a table of embeddings, and distribute_embedding is false",
+                                 false};
+      } else if (!is_fit(entry)) {
+        refusals_[entry.name] = {"its memory is shared with another tensor, or has gaps", true};
+      } else {
+        options_.allowed.insert(entry.name);
+      }
     }
   }
 
@@ -245,8 +254,7 @@ class Divider {
     std::string& text = runtime_.first_step.tensor_parallelism_report;
     text = c10::str("Tensor parallelism among ", options_.ranks, " ranks.\n");
     for (const auto* entry : runtime_.table().divided()) {
-      text += c10::str("  ", entry->name, ": ", nn::split_of(entry->sharding).to_string(),
-                       ", by its module\n");
+      text += c10::str("  ", entry->name, ": ", entry->sharding.to_string(), ", by its module\n");
     }
     if (obstacle.empty()) {
       text += nn::rewrite::report(divided);
@@ -281,8 +289,8 @@ class Divider {
   const graph::Graph& captured_;
   const std::string& step_name_;
   DivideOptions options_;
-  std::set<std::string> unfit_;
-  std::set<std::string> tables_;  // that stay whole because the user said so
+  // Why parameters that might be divided stay whole, and `ParameterDecision::skipped` of them.
+  std::map<std::string, std::pair<std::string, bool>> refusals_;
 };
 
 /// Options of operators are followed where layers are divided.
@@ -350,6 +358,20 @@ void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
                          /*captured_whole=*/true);
 }
 
+SetAside::SetAside(const at::Tensor& shown)
+    : tensor(shown), sizes(shown.sizes().vec()), strides(shown.strides().vec()) {
+  if (!has_data(tensor)) return;
+  data = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), size_t{0},
+                                               c10::DataPtr(nullptr, tensor.device()),
+                                               /*allocator=*/nullptr, /*resizable=*/false);
+  graph::give_data(*data, *tensor.storage().unsafeGetStorageImpl());
+}
+
+void SetAside::restore() const {
+  set_sizes(tensor, sizes, strides);
+  if (data) graph::give_data(*tensor.storage().unsafeGetStorageImpl(), *data);
+}
+
 LentWholes::LentWholes(Runtime& runtime) {
   at::NoGradGuard no_grad;
   runtime.rank_alone();
@@ -357,8 +379,7 @@ LentWholes::LentWholes(Runtime& runtime) {
     const at::Tensor& tensor = entry.tensor;
     if (!entry.is_divided() || !has_data(tensor)) continue;
     const at::Tensor whole = join(runtime, entry.part(), tensor, tensor.options());
-    lent_.push_back(
-        {tensor, tensor.sizes().vec(), tensor.strides().vec(), set_aside(tensor), tensor.grad()});
+    lent_.push_back({SetAside(tensor), tensor.grad()});
     set_sizes(tensor, entry.sharding.sizes);
     graph::give_data(*tensor.storage().unsafeGetStorageImpl(),
                      *whole.storage().unsafeGetStorageImpl());
@@ -368,45 +389,55 @@ LentWholes::LentWholes(Runtime& runtime) {
 }
 
 void LentWholes::take_back() {
-  for (const Lent& lent : std::exchange(lent_, {})) {
-    const at::Tensor& tensor = lent.tensor;
-    tensor.mutable_grad().reset();
-    set_sizes(tensor, lent.sizes, lent.strides);
-    graph::give_data(*tensor.storage().unsafeGetStorageImpl(), *lent.part);
-    tensor.mutable_grad() = lent.gradient;
-    forget_grad_accumulator(tensor);
+  for (const auto& [part, gradient] : std::exchange(lent_, {})) {
+    part.tensor.mutable_grad().reset();
+    part.restore();
+    part.tensor.mutable_grad() = gradient;
+    forget_grad_accumulator(part.tensor);
   }
 }
 
-void take_back_wholes(Runtime& runtime) {
-  if (const auto lent = std::exchange(runtime.lent, nullptr)) lent->take_back();
+void mark_parts(const Runtime& runtime) {
+  for (const auto& entry : runtime.table().entries()) {
+    const at::Tensor& tensor = entry.tensor;
+    if (!entry.captured_whole || graph::is_absent(tensor) || graph::stay_part(tensor)) continue;
+    graph::become_part(tensor, partness_of(entry));
+  }
 }
 
-void begin_outside_step(Runtime& runtime, const char* call) {
+OwnUse::OwnUse(Runtime& runtime) : runtime_(runtime) {
+  if (const auto lent = std::exchange(runtime.lent, nullptr)) {
+    lent->take_back();
+    mark_parts(runtime);
+  }
+  for (const auto& entry : runtime.table().entries()) {
+    if (graph::is_part(entry.tensor)) parts_.push_back(entry.tensor);
+  }
+  for (const at::Tensor& part : parts_) graph::hide_part(part);
+}
+
+OwnUse::~OwnUse() {
+  if (runtime_.lent) return;
+  for (const at::Tensor& part : parts_) graph::stay_part(part);
+}
+
+OwnUse begin_outside_step(Runtime& runtime, const char* call) {
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running, call,
                  " was called inside a step function; call it before or after the step");
-  take_back_wholes(runtime);
+  return OwnUse(runtime);
 }
 
 WholeShapes::WholeShapes(const ParameterTable& table) {
   for (const auto& entry : table.entries()) {
     if (!entry.captured_whole) continue;
-    c10::intrusive_ptr<c10::StorageImpl> data;
-    if (has_data(entry.tensor)) {
-      data = set_aside(entry.tensor);
-      hide_data(*entry.tensor.storage().unsafeGetStorageImpl());
-    }
-    shown_.push_back({entry.tensor, entry.tensor.sizes().vec(), std::move(data)});
+    parts_.emplace_back(entry.tensor);
+    if (parts_.back().data) hide_data(*entry.tensor.storage().unsafeGetStorageImpl());
     set_sizes(entry.tensor, entry.sharding.sizes);
   }
 }
 
 WholeShapes::~WholeShapes() {
-  for (const Shown& shown : shown_) {
-    set_sizes(shown.tensor, shown.sizes);
-    if (shown.data == nullptr) continue;
-    graph::give_data(*shown.tensor.storage().unsafeGetStorageImpl(), *shown.data);
-  }
+  for (const SetAside& part : parts_) part.restore();
 }
 
 }  // namespace smp::runtime

@@ -49,6 +49,16 @@ std::shared_ptr<const nn::rewrite::DividedGraph> divide_graph(
 void divide_parameter(Runtime& runtime, const ParameterTable::Entry& entry,
                       const nn::ParameterSplit& split);
 
+/// The sizes and the data of a tensor that is shown with others meanwhile.
+struct SetAside {
+  at::Tensor tensor;
+  std::vector<int64_t> sizes, strides;
+  c10::intrusive_ptr<c10::StorageImpl> data;  ///< null where this rank has none
+
+  explicit SetAside(const at::Tensor& shown);
+  void restore() const;
+};
+
 /// Divided parameters, whole and with data on all ranks of a tensor-parallel group, for the program
 /// to use as a plain module's. Meanwhile modules that divide them themselves do not communicate
 /// (`Runtime::tensor_group`). The program's changes to them and to their gradients are not kept.
@@ -61,20 +71,33 @@ class LentWholes {
 
  private:
   struct Lent {
-    at::Tensor tensor;
-    std::vector<int64_t> sizes, strides;  // those of the part
-    c10::intrusive_ptr<c10::StorageImpl> part;
+    SetAside part;
     at::Tensor gradient;
   };
   std::vector<Lent> lent_;
 };
 
-/// `LentWholes::take_back` if something is lent: before any use of parameters that is not the
-/// program's own.
-void take_back_wholes(Runtime& runtime);
-/// The same for a call of the user's that uses them as this rank holds them. Throws `UsageError` in
-/// a step function; `call` is the call, for errors.
-void begin_outside_step(Runtime& runtime, const char* call);
+/// Has operators refuse what cannot be computed from this rank's parts of parameters whose use was
+/// captured on the whole (graph/part.h): when the first step that divides them ends.
+void mark_parts(const Runtime& runtime);
+
+/// The library's own use of parameters, which knows of parts: while it lives, they are not marked.
+/// What is lent is taken back when it begins.
+class OwnUse {
+ public:
+  explicit OwnUse(Runtime& runtime);
+  ~OwnUse();
+  OwnUse(const OwnUse&) = delete;
+  OwnUse& operator=(const OwnUse&) = delete;
+
+ private:
+  Runtime& runtime_;
+  std::vector<at::Tensor> parts_;
+};
+
+/// That of a call of the user's. Throws `UsageError` in a step function; `call` is the call, for
+/// errors.
+[[nodiscard]] OwnUse begin_outside_step(Runtime& runtime, const char* call);
 
 /// While it lives, divided parameters whose use was captured on the whole have the whole's sizes,
 /// and no data: the user's code sees them so when it is captured or guarded again.
@@ -86,12 +109,7 @@ class WholeShapes {
   WholeShapes& operator=(const WholeShapes&) = delete;
 
  private:
-  struct Shown {
-    at::Tensor tensor;
-    std::vector<int64_t> sizes;
-    c10::intrusive_ptr<c10::StorageImpl> data;  // null where this rank has none
-  };
-  std::vector<Shown> shown_;
+  std::vector<SetAside> parts_;
 };
 
 }  // namespace smp::runtime

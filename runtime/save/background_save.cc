@@ -12,7 +12,7 @@
 #include "core/log.h"
 #include "core/public_call.h"
 #include "core/status.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 
 namespace smp::runtime {
 namespace {

@@ -15,7 +15,7 @@
 #include "checkpoint/writer.h"
 #include "core/check.h"
 #include "core/log.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 #include "smp/work.h"
 
 namespace smp::runtime {

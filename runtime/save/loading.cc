@@ -25,7 +25,7 @@
 #include "runtime/save/copy_holders.h"
 #include "runtime/save/job_notes.h"
 #include "runtime/save/program_tensors.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 #include "runtime/update/average.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/master_weights.h"
@@ -204,14 +204,11 @@ class Load {
   void check_bytes(bool with_optimizer) const {
     const auto world = runtime_.world();
     const auto section = with_optimizer ? Reader::Section::kAll : Reader::Section::kModel;
-    std::string mine;
     const auto [part, parts] = my_share();
-    for (const auto& line : reader_->find_damage(section, part, parts)) mine += line + "\n";
+    const nlohmann::json mine = reader_->find_damage(section, part, parts);
     std::set<std::string> damage;
-    for (const std::string& lines : comm::all_gather_bytes(*world, mine)) {
-      for (size_t begin = 0; begin < lines.size(); begin = lines.find('\n', begin) + 1) {
-        damage.insert(lines.substr(begin, lines.find('\n', begin) - begin));
-      }
+    for (const std::string& lines : comm::all_gather_bytes(*world, mine.dump())) {
+      damage.merge(nlohmann::json::parse(lines).get<std::set<std::string>>());
     }
     checkpoint::check_undamaged(path_, {damage.begin(), damage.end()});
   }
@@ -232,11 +229,12 @@ class Load {
                    "\" has optimizer state of what is no parameter of the program:", list,
                    "\nBuild the models as they were when the checkpoint was written, or load with "
                    "strict = false to leave it out");
-    const auto outlines =
-        params_of_optimizer([](const std::string&) { return true; },
-                            [&](const std::string& name) {
-                              return at::empty({0}, index.optimizer_tensors.at(name).spec.dtype);
-                            });
+    const auto outlines = params_of_optimizer(
+        [](const std::string&) { return true; },
+        [&](const std::string& name) {
+          const auto& spec = index.optimizer_tensors.at(name).spec;
+          return at::empty(spec.shape, at::TensorOptions(spec.dtype).device(at::kMeta));
+        });
     for (const Optimizer* optimizer : parts_.optimizers()) {
       optimizer->check_loadable({outlines, groups_for(*optimizer)}, path_, options_.strict());
     }
@@ -386,7 +384,7 @@ void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::
 
 void load_values(Runtime& runtime, const std::function<void()>& load) {
   const at::NoGradGuard no_grad;
-  take_back_wholes(runtime);
+  const OwnUse parameters(runtime);
   ++runtime.progress.parameter_loads;
   try {
     load();

@@ -8,7 +8,6 @@
 #include <future>
 #include <map>
 #include <optional>
-#include <set>
 #include <utility>
 
 #include "checkpoint/apply.h"
@@ -24,8 +23,8 @@
 #include "runtime/save/copy_transfer.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/program_tensors.h"
-#include "runtime/save/together.h"
 #include "runtime/save/written_shard.h"
+#include "runtime/together.h"
 #include "runtime/update/average.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/update_watch.h"
@@ -65,84 +64,78 @@ bool begins_and_ends(const CopyHolders* holders, int rank) {
   return holders != nullptr ? holders->is_first() : rank == 0;
 }
 
-/// A save that may write: who begins it has its lock.
-struct Begun {
-  checkpoint::Writer writer;
-  checkpoint::RunState run;
-};
+/// Writes this rank's files and returns its part of the index, or nothing.
+using WritePart = std::function<std::string()>;
 
-/// Writes the tensors that all ranks give, from the calls of `write` to the end: a save's second
-/// half, which talks to other ranks through `group` only.
+/// A save that may write: who begins it has its lock. Its second half talks to other ranks through
+/// `group` only.
 class Save {
  public:
-  Save(const SaveRequest& request, Begun begun, comm::CommunicatorPtr group)
-      : writer_(std::move(begun.writer)),
-        run_(std::move(begun.run)),
-        holders_(request.holders),
-        when_saved_(request.when_saved),
-        when_failed_(request.when_failed),
-        note_(request.note),
-        in_background_(request.asynchronous),
+  Save(SaveRequest request, checkpoint::Writer writer, checkpoint::RunState run,
+       comm::CommunicatorPtr group)
+      : request_(std::move(request)),
+        writer_(std::move(writer)),
+        run_(std::move(run)),
         group_(std::move(group)) {}
 
   const checkpoint::Writer& writer() const { return writer_; }
+  comm::Communicator& group() const { return *group_; }
 
-  /// `part` writes this rank's files and returns its part of the index, or nothing.
-  void write(const std::function<std::string()>& part) const {
-    const bool is_first = begins_and_ends(holders_.get(), group_->rank());
-    const bool is_spread = holders_ != nullptr && holders_->count() > 1;
+  /// Writes the tensors that all ranks give.
+  void write(const WritePart& part) const {
+    const auto& note = request_.note;
+    const CopyHolders* holders = request_.holders.get();
+    const bool is_first = begins_and_ends(holders, group_->rank());
+    const bool is_spread = holders != nullptr && holders->count() > 1;
     try {
       const auto commit = committing(meet(part));
       meet([&] {
         if (is_first) commit();
         if (group_->rank() > 0) return "";
-        if (note_ && !is_spread) note_();  // before earlier notes may be removed
-        if (when_saved_) when_saved_(seconds_since(began_));
+        if (note && !is_spread) note();  // before earlier notes may be removed
+        if (request_.when_saved) request_.when_saved(seconds_since(began_));
         return "";
       });
     } catch (const CheckpointError& error) {
       if (is_first) writer_.abandon();
-      if (!when_failed_) throw;
-      when_failed_(error);
+      if (!request_.when_failed) throw;
+      request_.when_failed(error);
       return;
     }
-    if (note_ && (is_spread || group_->rank() > 0)) note_();
+    if (note && (is_spread || group_->rank() > 0)) note();
   }
 
  private:
   /// `together`. A save beside steps may take longer than these may keep others waiting.
   std::vector<std::string> meet(const std::function<std::string()>& action) const {
-    return in_background_ ? together_for_long(*group_, action) : together(*group_, action);
+    return request_.asynchronous ? together_for_long(*group_, action) : together(*group_, action);
   }
 
   /// The work left when all have written `parts`. Where several holders keep it, each gets files of
   /// another one, and all have the index of rank 0.
   std::function<void()> committing(const std::vector<std::string>& parts) const {
-    if (holders_ == nullptr || holders_->count() == 1) {
+    const CopyHolders* holders = request_.holders.get();
+    if (holders == nullptr || holders->count() == 1) {
       return [this, parts] { writer_.commit(without_empty(parts), run_); };
     }
     const WrittenFiles written = written_files(parts);
     std::string index;
     meet([&] {
-      transfer_files(*group_, transfers_to_next(*holders_, written),
+      transfer_files(*group_, transfers_to_next(*holders, written),
                      checkpoint::temporary_folder(writer_.path()), writer_.medium());
       if (group_->rank() == 0) index = writer_.index_of(without_empty(parts), run_).to_text();
       return "";
     });
     index = comm::broadcast_bytes(*group_, index, 0);
-    const auto files = files_of_holder(*holders_, holders_->mine(), written);
+    const auto files = files_of_holder(*holders, holders->mine(), written);
     return [this, index, files] { writer_.commit_one_of_several(index, files); };
   }
 
+  SaveRequest request_;
   checkpoint::Writer writer_;
   checkpoint::RunState run_;
-  std::shared_ptr<const CopyHolders> holders_;
-  std::function<void(double)> when_saved_;
-  std::function<void(const CheckpointError&)> when_failed_;
-  std::function<void()> note_;
-  bool in_background_;
-  Clock::time_point began_ = Clock::now();
   comm::CommunicatorPtr group_;
+  Clock::time_point began_ = Clock::now();
 };
 
 /// The model as one file, which rank 0 of a group writes and the owners of tensors send to it.
@@ -300,75 +293,70 @@ std::string describe_further(const Runtime& runtime, const std::vector<Model*>& 
 }
 
 /// The first half: the checks that must pass before any rank writes.
-Begun begin(Runtime& runtime, const SaveRequest& request, const CheckpointParts& parts) {
+Save begin(Runtime& runtime, const SaveRequest& request, const CheckpointParts& parts) {
   const std::string mine =
       c10::str(request.call, request.holders ? "" : " of " + request.path, request.arguments, ", ",
                parts.models().size(), " models, ", parts.optimizers().size(), " optimizers",
                request.merged ? "" : describe_further(runtime, parts.models()),
                request.asynchronous ? ", asynchronous" : "");
-  std::optional<Begun> begun;
+  auto& context = CheckpointContext::of(runtime);
+  std::optional<checkpoint::Writer> writer;
+  checkpoint::RunState run;
   const auto all = together(*runtime.world(), [&] {
-    begun =
-        Begun{checkpoint::Writer(request.path, CheckpointContext::of(runtime).lock(request.lock),
-                                 request.medium),
-              run_state(runtime, request.user_content)};
-    if (begins_and_ends(request.holders.get(), runtime.rank())) begun->writer.begin();
+    writer.emplace(request.path, context.lock(request.lock), request.medium);
+    run = run_state(runtime, request.user_content);
+    if (begins_and_ends(request.holders.get(), runtime.rank())) writer->begin();
     return mine;
   });
   check_same_call(all);
-  return std::move(*begun);
-}
-
-std::shared_ptr<BackgroundSave> save_merged(Runtime& runtime, const SaveRequest& request,
-                                            Begun begun, const CheckpointParts& parts) {
-  const auto merged = std::make_shared<MergedModel>(runtime, parts.models());
-  auto& context = CheckpointContext::of(runtime);
   const auto group = request.asynchronous ? context.group() : runtime.world();
-  const Save save(request, std::move(begun), group);
-  const auto write = [merged, save, group] {
-    save.write([&] { return merged->write(save.writer(), *group); });
-  };
-  if (request.asynchronous) {
-    alone(*runtime.world(), [&] { merged->take_snapshots(runtime.rank()); });
-    return context.start(write);
-  }
-  write();
-  return std::make_shared<BackgroundSave>();
+  return Save(request, *std::move(writer), std::move(run), group);
 }
 
-std::shared_ptr<BackgroundSave> save_parts(Runtime& runtime, const SaveRequest& request,
-                                           Begun begun, const CheckpointParts& parts) {
-  const Turns turns(runtime, parts.models(), request.medium);
+/// Takes the model as it is now, for one file.
+WritePart take_merged(Runtime& runtime, const Save& save, bool asynchronous,
+                      const CheckpointParts& parts) {
+  const auto merged = std::make_shared<MergedModel>(runtime, parts.models());
+  if (asynchronous) {
+    alone(*runtime.world(), [&] { merged->take_snapshots(runtime.rank()); });
+  }
+  return [merged, save] { return merged->write(save.writer(), save.group()); };
+}
+
+/// Takes the tensors that this rank writes as they are now.
+WritePart take_shard(Runtime& runtime, const Save& save, bool asynchronous,
+                     const CheckpointParts& parts) {
+  const checkpoint::Writer& writer = save.writer();
+  const Turns turns(runtime, parts.models(), writer.medium());
   const bool writes_states =
       !parts.optimizers().empty() || !averages_of(runtime, parts.models()).empty();
   const Writers writers(runtime, turns, writes_states);
-  auto& context = CheckpointContext::of(runtime);
-  const auto group = request.asynchronous ? context.group() : runtime.world();
-  const Save save(request, std::move(begun), group);
   const bool writes = writers.mine < writers.count;
-  const bool writes_now = request.medium == checkpoint::Medium::kMemory;
+  const bool writes_now = writer.medium() == checkpoint::Medium::kMemory;
   std::shared_future<std::string> part;
   alone(*runtime.world(), [&] {
     checkpoint::Shard shard;
     if (writes) shard = shard_of(runtime, parts, turns);
-    if (request.asynchronous && !writes_now) take_snapshots(shard);
-    part = std::async(std::launch::deferred, [writes, writers, shard = std::move(shard), save]() {
-      return writes ? save.writer().write_shard(writers.mine, writers.count, shard) : "";
+    if (asynchronous && !writes_now) take_snapshots(shard);
+    part = std::async(std::launch::deferred, [writes, writers, shard = std::move(shard), writer] {
+      return writes ? writer.write_shard(writers.mine, writers.count, shard) : "";
     });
   });
   if (writes_now) part.wait();
-  const auto write = [part, save] { save.write([&] { return part.get(); }); };
-  if (request.asynchronous) return context.start(write);
-  write();
-  return std::make_shared<BackgroundSave>();
+  return [part] { return part.get(); };
 }
 
 std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest& request,
                                              const CheckpointParts& parts) {
-  Begun begun = begin(runtime, request, parts);
+  const Save save = begin(runtime, request, parts);
   const at::NoGradGuard no_grad;
-  return request.merged ? save_merged(runtime, request, std::move(begun), parts)
-                        : save_parts(runtime, request, std::move(begun), parts);
+  const auto take = request.merged ? take_merged : take_shard;
+  const auto write = [save, part = take(runtime, save, request.asynchronous, parts)] {
+    save.write(part);
+  };
+  if (request.asynchronous) return CheckpointContext::of(runtime).start(write);
+  write();
+  return std::make_shared<BackgroundSave>();
 }
 
 /// Throws if nothing can be saved now.
@@ -378,7 +366,7 @@ void begin_saving(Runtime& runtime, const std::string& call) {
   SMP_CHECK_WITH(UsageError, !has_delayed(runtime.table()), call,
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
-  take_back_wholes(runtime);
+  const OwnUse parameters(runtime);
   CheckpointContext::of(runtime).finish();
   runtime.update_watch->compare_now();
   runtime.settle_seed();  // the first step after this save draws the same as one that resumes
@@ -389,6 +377,7 @@ void begin_saving(Runtime& runtime, const std::string& call) {
 std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const CheckpointParts& parts) {
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, request.call);
+  const OwnUse parameters(runtime);
   if (!parts.optimizers().empty()) {
     check_nothing_adds_up(runtime, request.call);
     check_no_average_in_use(runtime, request.call);  // an optimizer may be of several models
@@ -407,6 +396,7 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Checkpoin
 void save_pretrained(const std::string& folder, Model& model, const NameMap& names) {
   Runtime& runtime = Runtime::get();
   begin_saving(runtime, "smp::save_pretrained");
+  const OwnUse parameters(runtime);
   const auto mine = c10::str("smp::save_pretrained to ", folder);
   const auto tensors = tensors_of(runtime, {&model});
   std::optional<checkpoint::OutwardPlan> plan;

@@ -120,7 +120,7 @@ void backward(const Model& model, const std::vector<at::Tensor>& tensors,
 
 Model::TensorDict virtual_named_parameters(const Model& model) {
   Runtime& runtime = model.runtime();
-  take_back_wholes(runtime);
+  const OwnUse parameters(runtime);
   for (const auto& slices : slices_of(runtime)) slices->bind();
   Model::TensorDict result;
   std::unordered_set<const c10::TensorImpl*> seen;
@@ -134,14 +134,14 @@ Model::TensorDict virtual_named_parameters(const Model& model) {
 
 Join join_replicas(const Model& model, const JoinOptions& options) {
   Runtime& runtime = model.runtime();
-  begin_outside_step(runtime, "join");
+  const OwnUse parameters = begin_outside_step(runtime, "join");
   if (options.enable()) runtime.replica_join->check_possible();
   return Join(runtime.replica_join, options);
 }
 
 Model::TensorDict state_dict(const Model& model, bool gather_to_rank0) {
   Runtime& runtime = model.runtime();
-  begin_outside_step(runtime, "state_dict");
+  const OwnUse parameters = begin_outside_step(runtime, "state_dict");
   std::map<const c10::TensorImpl*, at::Tensor> copies;
   Model::TensorDict result;
   for (const auto& dict : {model.named_parameters(), model.named_buffers()}) {
@@ -159,7 +159,7 @@ Model::TensorDict state_dict(const Model& model, bool gather_to_rank0) {
 }
 
 Model::TensorDict local_state_dict(const Model& model) {
-  take_back_wholes(model.runtime());
+  const OwnUse parameters(model.runtime());
   const at::NoGradGuard no_grad;
   Model::TensorDict result;
   for (const auto& item : held_by(model)) result.insert(item.key(), item.value().detach().clone());
@@ -168,7 +168,7 @@ Model::TensorDict local_state_dict(const Model& model) {
 
 void load_state_dict(Model& model, const Model::TensorDict& state, bool strict) {
   Runtime& runtime = model.runtime();
-  begin_outside_step(runtime, "load_state_dict");
+  const OwnUse parameters = begin_outside_step(runtime, "load_state_dict");
   check_no_average_in_use(runtime, model, "load_state_dict");
   const Model::TensorDict own = checkpoint::state_dict(*model.module_ptr());
   const std::string problems = misfits(model, own, state, strict, [&](const at::Tensor& tensor) {
@@ -199,7 +199,7 @@ void load_local_state_dict(Model& model, const Model::TensorDict& state, bool st
         [&model, state, strict] { load_local_state_dict(model, state, strict); });
     return;
   }
-  begin_outside_step(runtime, "load_state_dict");
+  const OwnUse parameters = begin_outside_step(runtime, "load_state_dict");
   check_no_average_in_use(runtime, model, "load_state_dict");
   const Model::TensorDict own = held_by(model);
   const std::string problems = misfits(
@@ -219,7 +219,7 @@ void load_local_state_dict(Model& model, const Model::TensorDict& state, bool st
 
 void gather_on_cpu(Model& model) {
   Runtime& runtime = model.runtime();
-  begin_outside_step(runtime, "cpu");
+  const OwnUse parameters = begin_outside_step(runtime, "cpu");
   check_no_average_in_use(runtime, model, "cpu");
   model.partitioned() ? gather_from_owners(model) : materialize(*model.module_ptr());
   runtime.lent = std::make_shared<LentWholes>(runtime);

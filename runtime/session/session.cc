@@ -23,40 +23,32 @@ namespace smp::runtime {
 namespace {
 
 /// The start of a session: its configuration, or the error for which this rank cannot begin.
-class Start {
- public:
-  explicit Start(const std::function<Config()>& config) {
-    try {
-      Config effective = config().merged_with_environment();
-      effective.validate();
-      prepare_process(effective);
-      config_ = effective;
-    } catch (const std::exception& error) {
-      error_ = std::current_exception();
-      problem_ = core::message_of(error);
-    }
-  }
-
-  const Config& config() const { return config_; }
-  std::chrono::milliseconds timeout() const { return timeout_of(config_); }
-  const std::exception_ptr& error() const { return error_; }
-  const std::string& problem() const { return problem_; }
-
- private:
-  Config config_;
-  std::exception_ptr error_;
-  std::string problem_;
+struct Start {
+  Config config;
+  std::exception_ptr error;
+  std::string problem;
 };
+
+Start start(const std::function<Config()>& config) {
+  try {
+    Config effective = config().merged_with_environment();
+    effective.validate();
+    prepare_process(effective);
+    return {std::move(effective), nullptr, ""};
+  } catch (const std::exception& error) {
+    return {Config(), std::current_exception(), core::message_of(error)};
+  }
+}
 
 comm::SessionWorld meet(const Start& start, const std::optional<int64_t>& communicator) {
   if (!communicator) {
-    if (start.error()) std::rethrow_exception(start.error());
+    if (start.error) std::rethrow_exception(start.error);
     return comm::SessionWorld::alone();
   }
   try {
-    return comm::SessionWorld::meet(*communicator, start.timeout(), start.problem());
+    return comm::SessionWorld::meet(*communicator, timeout_of(start.config), start.problem);
   } catch (const std::exception&) {
-    if (start.error()) std::rethrow_exception(start.error());
+    if (start.error) std::rethrow_exception(start.error);
     throw;
   }
 }
@@ -105,11 +97,11 @@ void choose_memory(const Config& config) {
 
 Session::Session(const std::function<Config()>& config,
                  const std::optional<int64_t>& communicator) {
-  const Start start(config);
-  world_.emplace(meet(start, communicator));
+  const Start started = start(config);
+  world_.emplace(meet(started, communicator));
   const ErrorContextScope context(core::error_context());
   try {
-    begin(start.config());
+    begin(started.config);
   } catch (const std::exception& error) {
     world_->world()->abort(core::message_of(error));
     runtime_ = nullptr;

@@ -4,9 +4,9 @@
 #include <ATen/ops/empty.h>
 
 #include "core/check.h"
-#include "graph/graph.h"
 #include "pipeline/message.h"
 #include "runtime/first_difference.h"
+#include "runtime/step/microbatches.h"
 
 namespace smp::runtime {
 namespace {
@@ -33,12 +33,6 @@ void check_alike(comm::Communicator& group, const std::vector<at::Tensor>& mine,
                  "and \"prescaled_batch\": true");
 }
 
-pipeline::MessageLayout layout_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<graph::TensorMeta> metas;
-  for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
-  return pipeline::MessageLayout(metas);
-}
-
 /// The tensors of a message, in the place of `mine`. Every rank takes its own from there, too: a
 /// message may change strides, and graphs are to be alike.
 std::vector<at::Tensor> unpack_like(const std::vector<at::Tensor>& mine,
@@ -57,7 +51,7 @@ std::vector<std::vector<at::Tensor>> exchange_batches(comm::Communicator& group,
   check_alike(group, mine, step_name);
   std::vector<std::vector<at::Tensor>> batches(group.size());
   if (mine.empty()) return batches;
-  const pipeline::MessageLayout layout = layout_of(mine);
+  const pipeline::MessageLayout layout(metas_of(mine));
   const at::Tensor all = at::empty({group.size(), layout.nbytes()}, at::kByte);
   group.all_gather(all, layout.pack(mine));
   for (int rank = 0; rank < group.size(); ++rank) {
@@ -76,7 +70,7 @@ std::vector<at::Tensor> take_first_batch(comm::Communicator& group,
                  ", and pp rank 0, whose inputs count, ", all[0],
                  ". Pass dummies of the same shapes, types and order in memory there");
   if (mine.empty() || group.size() == 1) return mine;
-  const pipeline::MessageLayout layout = layout_of(mine);
+  const pipeline::MessageLayout layout(metas_of(mine));
   const at::Tensor message = group.rank() == 0 ? layout.pack(mine) : layout.make_buffer();
   group.broadcast(message, /*root=*/0);
   return unpack_like(mine, layout, message);

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/microbatches.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <algorithm>
 #include <numeric>
 
 #include "core/check.h"
 #include "graph/replay.h"
+#include "runtime/run_state.h"
 
 namespace smp::runtime {
 namespace {
@@ -93,6 +96,30 @@ void check_same_microbatches(const std::vector<int64_t>& counts, const std::stri
                          ": as many as divide the batch, up to \"microbatches\". ", reason,
                          ", so give all replicas batches of one size, or drop the last incomplete "
                          "batch (drop_last)");
+}
+
+std::string why_not_captured(const detail::StepCall& call, const StepInputs& known,
+                             const at::Tensor& tensor) {
+  // A single row is that of every sample.
+  if (call.microbatches == 1 || tensor.dim() == 0 || tensor.size(0) <= 1) return "";
+  if (known.wholes.holds(tensor)) return "";
+  bool is_given_tensors = call.per_microbatch;
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    const auto& axis = call.cuts[i].axis;
+    is_given_tensors |= call.places[i] >= 0;
+    if (!axis || call.tensors[i].size(*axis) != tensor.size(0)) continue;
+    return c10::str("and has the size of the batch (", tensor.size(0), ") on axis 0: each of the ",
+                    call.microbatches, " microbatches would get the whole of it");
+  }
+  if (is_given_tensors) return "";
+  return c10::str("and the function has no tensor among its arguments: each of the ",
+                  call.microbatches, " microbatches would get the whole of it");
+}
+
+std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<graph::TensorMeta> metas;
+  for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
+  return metas;
 }
 
 }  // namespace smp::runtime

@@ -7,9 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "graph/graph.h"
 #include "smp/detail/step_call.h"
 
 namespace smp::runtime {
+
+struct StepInputs;
 
 /// Into how many microbatches a call's batch is cut: as many as divide it, `most` of them at most,
 /// a multiple of `unit`, which divides `most`, where `unit` divides the batch. So all samples count
@@ -31,5 +34,14 @@ void check_shards(const detail::StepCall& call, int64_t unit, const std::string&
 /// has no batch. `reason` is the sentence that says why they must. Internal.
 void check_same_microbatches(const std::vector<int64_t>& counts, const std::string& step_name,
                              const std::string& reason);
+
+/// Why a step function whose batch is cut must be given a tensor that it captures: it looks like
+/// the batch, and each microbatch would get the whole of it. The end of a sentence; empty if it may
+/// be captured. Numbers may, and tensors that are the same for all microbatches by the words of the
+/// program or a step function.
+std::string why_not_captured(const detail::StepCall& call, const StepInputs& known,
+                             const at::Tensor& tensor);
+
+std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors);
 
 }  // namespace smp::runtime

@@ -38,21 +38,20 @@ class StepPlanner {
         settled_(settled),
         prediction_(partitioner::predict(graph, plan, model)),
         edges_(pipeline::edges_of(graph, plan)),
-        options_(
-            ScheduleOptions(plan.stages(), model.microbatches())
-                .ranks(ranks)
-                .rank_of_stage(plan.rank_of_stage)
-                .edges(pipeline::stage_edges(edges_))
-                .backward_of_stage(pipeline::backward_of_stage(graph, plan, edges_))
-                .active_microbatches(model.active_microbatches())
-                .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_, model.costs()))
-                .memory_limit(activation_limits(plan, model.memory_limit()))) {}
+        options_(ScheduleOptions(plan.stages(), model.microbatches())
+                     .ranks(ranks)
+                     .rank_of_stage(plan.rank_of_stage)
+                     .edges(pipeline::stage_edges(edges_))
+                     .backward_of_stage(pipeline::backward_of_stage(graph, plan, edges_))
+                     .active_microbatches(model.active_microbatches())
+                     .costs(pipeline::predicted_costs(graph, plan, edges_, prediction_))
+                     .memory_limit(activation_limits(plan, model.memory_limit()))) {}
 
   PlannedStep run() {
     std::string report;
-    auto [name, schedule, simulation] = choose(report);
-    return {std::move(prediction_), std::move(edges_),     options_,         std::move(name),
-            std::move(schedule),    std::move(simulation), std::move(report)};
+    auto chosen = choose(report);
+    return {std::move(chosen), std::move(prediction_), std::move(edges_), options_,
+            std::move(report)};
   }
 
   /// How long the step takes with the best schedule, of several that come into question with the

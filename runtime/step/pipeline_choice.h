@@ -9,8 +9,7 @@
 #include "partitioner/plan.h"
 #include "partitioner/predict.h"
 #include "pipeline/generators.h"
-#include "pipeline/schedule.h"
-#include "pipeline/simulator.h"
+#include "pipeline/ranking.h"
 #include "pipeline/stage.h"
 #include "smp/config.h"
 
@@ -41,14 +40,12 @@ std::vector<int> best_placement(const Config& config, const std::string& file,
                                 const graph::Graph& graph,
                                 const partitioner::PartitionOptions& options);
 
-/// A plan's step, as far as it is known before it runs. Times are in us.
-struct PlannedStep {
+/// A plan's step, as far as it is known before it runs: its schedule, verified, and what that
+/// follows from. Times are in us.
+struct PlannedStep : pipeline::RankedSchedule {
   partitioner::Prediction prediction;
   std::vector<pipeline::Edge> edges;
   pipeline::ScheduleOptions options;  ///< options of schedules, with costs and limits
-  std::string pipeline;               ///< the name of the schedule
-  pipeline::Schedule schedule;        ///< schedule with its transfers; verified
-  pipeline::Simulation simulation;
   std::string report;  ///< why it is this one, if another one was asked for or "auto"; else empty
 };
 

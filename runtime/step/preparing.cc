@@ -33,7 +33,7 @@ std::string describe_models(const Runtime& runtime) {
         << graph::TensorMeta::of(entry.tensor).to_string();
     for (const auto& alias : entry.aliases) out << " = " << alias;
     if (graph::is_deferred(entry.values())) out << " (delayed)";
-    if (entry.is_divided()) out << ", a part of " << nn::split_of(entry.sharding).to_string();
+    if (entry.is_divided()) out << ", a part of " << entry.sharding.to_string();
     out << "\n";
   }
   for (const auto& model : runtime.models()) {

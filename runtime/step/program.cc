@@ -76,7 +76,14 @@ void Program::make_records(const graph::Graph& captured) {
   const bool checks = config.replay_check() > 0 && graph_->trains();
   if (!checks && !config.record_hashes()) return;
   const auto rows = std::make_shared<const RecordedRows>(captured, graph_, plan_.order);
-  if (config.record_hashes()) recording_ = std::make_unique<HashRecording>(*runtime_, rows);
+  if (config.record_hashes()) {
+    hashed_ = rows;
+    auto& log = runtime_->execution.hash_log;
+    if (log == nullptr) {
+      log = std::make_shared<graph::HashLogWriter>(*config.record_hashes(), runtime_->rank(),
+                                                   runtime_->topology().size());
+    }
+  }
   if (!checks) return;
   replay_check_ = std::make_unique<ReplayCheck>(*runtime_, *graph_, plan_, runner_->edges(),
                                                 static_cast<int>(microbatches_), rows);
@@ -194,19 +201,10 @@ void Program::take_part(const ReplicaJoin::Step& step, const std::string& name) 
   finish_training(name, {});
 }
 
-/// The stages that this rank runs.
-std::vector<int> Program::own_stages() const {
-  std::vector<int> stages;
-  for (size_t stage = 0; stage < plan_.rank_of_stage.size(); ++stage) {
-    if (plan_.rank_of_stage[stage] == pipeline_->rank()) stages.push_back(static_cast<int>(stage));
-  }
-  return stages;
-}
-
 bool Program::reads_input(size_t position) const {
-  const auto stages = own_stages();
-  return std::any_of(stages.begin(), stages.end(), [&](int stage) {
-    return runner_->stage(stage).program().reads_input(position);
+  const auto& stages = runner_->stages();
+  return std::any_of(stages.begin(), stages.end(), [&](const auto& stage) {
+    return stage.second->program().reads_input(position);
   });
 }
 
@@ -299,16 +297,16 @@ void Program::refresh_replicas() {
 
 /// Sees to it that the step is recorded as far as a record is wanted.
 void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
-  if (!replay_check_ && !recording_) return;
+  if (!replay_check_ && !hashed_) return;
   records_.clear();
   step.records = &records_;
   if (replay_check_) {
     replay_check_->begin_step({inputs.name, step.keys, inputs.constants, together_.is_complete});
   }
-  for (int stage : own_stages()) {
+  for (const auto& [stage, unused] : runner_->stages()) {
     for (int m = 0; m < static_cast<int>(microbatches_); ++m) {
       const bool is_watched = replay_check_ && replay_check_->watches(stage, m);
-      if (!is_watched && !recording_) continue;
+      if (!is_watched && !hashed_) continue;
       pipeline::StageRecord& record = records_[{stage, m}];
       if (!is_watched) continue;
       replay_check_->watch(record);
@@ -357,9 +355,9 @@ Program::Outputs Program::run(Inputs inputs) {
   begin_records(inputs, step);
   const Reductions reductions = observe_reductions(runner_->begin_step());
   pipeline::StepResults results = runner_->run(std::move(step));
-  if (recording_) {
-    recording_->write(inputs.name, inputs.step_call, records_,
-                      [this](int microbatch) { return global_microbatch(microbatch); });
+  if (hashed_) {
+    hashed_->write(*runtime_->execution.hash_log, inputs.name, inputs.step_call, records_,
+                   [this](int microbatch) { return global_microbatch(microbatch); });
   }
   if (graph_->trains()) {
     const int64_t of_batch = microbatches_ * coalesced_ / runtime_->batches();
@@ -408,7 +406,7 @@ bool Program::changes_numbers() const {
 /// See `Executor::Step`.
 std::string Program::why_no_graphs(const Inputs& inputs) const {
   if (changes_numbers()) return "numbers that the step function uses change between its calls";
-  if (replay_check_ || recording_)
+  if (replay_check_ || hashed_)
     return "computations are recorded (\"replay_check\", \"record_hashes\")";
   if (runtime_->config().gradient_accumulation_fusion())
     return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";

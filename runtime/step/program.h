@@ -18,7 +18,6 @@
 #include "pipeline/timeline.h"
 #include "runtime/parameters/foreign.h"
 #include "runtime/runtime.h"
-#include "runtime/step/hash_recording.h"
 #include "runtime/step/loss_watch.h"
 #include "runtime/step/planning.h"
 #include "runtime/step/recorded_rows.h"
@@ -78,7 +77,6 @@ class Program : public std::enable_shared_from_this<Program> {
   using Outputs = std::vector<std::vector<at::Tensor>>;
   using Reductions = std::shared_ptr<const std::vector<pipeline::ReductionRecord>>;
 
-  std::vector<int> own_stages() const;
   void make_gradients();
   std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
       const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
@@ -111,11 +109,11 @@ class Program : public std::enable_shared_from_this<Program> {
   comm::CommunicatorPtr pipeline_;
   ForeignGradients foreign_gradients_;
   std::unique_ptr<ScheduleRunner> runner_;
-  std::vector<Copy> copies_;                   // the same on every rank
-  std::vector<at::Tensor> absent_;             // those read here that the program must not
-  std::unique_ptr<HashRecording> recording_;   // null: off
-  std::unique_ptr<ReplayCheck> replay_check_;  // null: off
-  pipeline::StepRecords records_;              // records of the step that runs
+  std::vector<Copy> copies_;                    // the same on every rank
+  std::vector<at::Tensor> absent_;              // those read here that the program must not
+  std::shared_ptr<const RecordedRows> hashed_;  // rows of the hash log; null: off
+  std::unique_ptr<ReplayCheck> replay_check_;   // null: off
+  pipeline::StepRecords records_;               // records of the step that runs
   // Constants and contents that some step has overridden: (operator, argument) and values.
   std::set<std::pair<int, int>> overridden_constants_;
   std::set<graph::ValueId> overridden_contents_;

@@ -42,4 +42,19 @@ std::string RecordedRows::name_of(const TensorHash& hash) const {
   return c10::str("the gradient of parameter \"", value.name, "\", ", value.meta.to_string(), ",");
 }
 
+void RecordedRows::write(graph::HashLogWriter& log, const std::string& step_function, uint64_t call,
+                         const pipeline::StepRecords& records,
+                         const std::function<uint64_t(int microbatch)>& global) const {
+  if (!log.knows(fingerprint_)) log.add_graph(fingerprint_, rows_);
+  log.begin_step({step_function, call, fingerprint_});
+  for (const auto& [of, record] : records) {
+    log.begin_microbatch(global(of.second));
+    for (const TensorHash& hash : record.hashes) {
+      const auto row = row_of(hash);
+      if (row) log.add(*row, static_cast<size_t>(hash.number), hash.hash);
+    }
+  }
+  log.end_step();
+}
+
 }  // namespace smp::runtime

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -23,7 +24,6 @@ class RecordedRows {
                std::vector<int> order);
 
   uint64_t fingerprint() const { return fingerprint_; }
-  const graph::HashRows& rows() const { return rows_; }
 
   /// The row of a hashed tensor, if logs have one.
   std::optional<int> row_of(const pipeline::TensorHash& hash) const;
@@ -32,6 +32,12 @@ class RecordedRows {
   std::pair<int, int> place_of(const pipeline::TensorHash& hash) const;
   /// For people: "result 0 of operator 17 (aten::linear, in module \"mlp\": f32[8, 16])".
   std::string name_of(const pipeline::TensorHash& hash) const;
+
+  /// Writes the hashes of a step that has run. `global`: the number of a microbatch among those of
+  /// all ranks.
+  void write(graph::HashLogWriter& log, const std::string& step_function, uint64_t call,
+             const pipeline::StepRecords& records,
+             const std::function<uint64_t(int microbatch)>& global) const;
 
  private:
   int captured(int operator_index) const {

@@ -2,6 +2,7 @@
 #include "runtime/step/replay_check.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/serialization/pickle.h>
@@ -10,14 +11,14 @@
 #include <cstring>
 #include <map>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 
 #include "core/check.h"
 #include "core/log.h"
+#include "graph/content.h"
 #include "pipeline/message.h"
+#include "runtime/first_difference.h"
 #include "runtime/parameters/sharding.h"
-#include "runtime/step/replica_weights.h"
 
 namespace smp::runtime {
 
@@ -28,50 +29,6 @@ namespace {
 
 /// Above those of the channels and of `Program`'s copies.
 constexpr comm::Tag kReplayTag = (1 << 19) + (1 << 18);
-
-at::Tensor bytes_tensor(const std::string& bytes) {
-  const at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
-  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
-  return tensor;
-}
-
-/// Numbers one after the other, as bytes for ranks of the same program.
-class Packer {
- public:
-  template <class T>
-  void put(const T& value) {
-    static_assert(std::is_trivially_copyable_v<T>);
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof(value));
-  }
-  void put_bytes(const std::vector<char>& bytes) {
-    put(bytes.size());
-    bytes_.append(bytes.data(), bytes.size());
-  }
-  const std::string& bytes() const { return bytes_; }
-
- private:
-  std::string bytes_;
-};
-
-class Unpacker {
- public:
-  explicit Unpacker(const at::Tensor& bytes)
-      : next_(static_cast<const char*>(bytes.const_data_ptr())) {}
-
-  template <class T>
-  T take() {
-    T value;
-    std::memcpy(&value, std::exchange(next_, next_ + sizeof(value)), sizeof(value));
-    return value;
-  }
-  c10::IValue take_pickled() {
-    const auto size = take<size_t>();
-    return torch::jit::unpickle(std::exchange(next_, next_ + size), size);
-  }
-
- private:
-  const char* next_;
-};
 
 /// The first hash in which two records of a microbatch differ; null if none does. One that `again`
 /// alone has is of a gradient that the other had added up elsewhere.
@@ -91,6 +48,44 @@ const TensorHash* find_difference(const std::vector<TensorHash>& run,
     if (other == others.end() || other->second->hash != hash->hash) return hash;
   }
   return nullptr;
+}
+
+std::string bytes_of(const std::vector<uint64_t>& hashes) {
+  return {reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(uint64_t)};
+}
+
+uint64_t hash_at(const std::string& bytes, size_t index) {
+  uint64_t hash = 0;
+  std::memcpy(&hash, bytes.data() + index * sizeof(hash), sizeof(hash));
+  return hash;
+}
+
+/// The first parameter of which replicas hold other bits, as a sentence without a full stop; empty
+/// if there is none. Looks at parameters that this rank owns and has whole. Collective over the
+/// replicas.
+std::string differing_weight(const Runtime& runtime) {
+  comm::Communicator& replicas = *runtime.replicas();
+  if (replicas.size() == 1) return "";
+  std::vector<const ParameterTable::Entry*> entries;
+  std::vector<at::Tensor> weights;
+  for (const auto& entry : runtime.table().entries()) {
+    if (!entry.is_parameter() || !runtime.owns(entry) || entry.shard()) continue;
+    entries.push_back(&entry);
+    weights.push_back(entry.tensor);
+  }
+  const std::string mine = bytes_of(graph::hashes_in_place(weights));
+  const auto digests = comm::all_gather_bytes(replicas, std::to_string(hash_of(mine)));
+  if (first_other(digests) == 0) return "";
+  const auto all = comm::all_gather_bytes(replicas, mine);
+  const size_t other = first_other(all);
+  size_t index = 0;
+  while (hash_at(all[0], index) == hash_at(all[other], index)) ++index;
+  const auto ranks = runtime.topology().members(CommGroup::kRdp, runtime.rank());
+  const graph::TensorMeta meta = graph::TensorMeta::of(entries[index]->tensor);
+  return c10::str("parameter \"", entries[index]->name, "\", ", meta.to_string(),
+                  ", has other bits on world rank ", ranks[other], " (hash ",
+                  hash_at(all[other], index), ") than on its replica, world rank ", ranks[0],
+                  " (hash ", hash_at(all[0], index), ")");
 }
 
 }  // namespace
@@ -193,28 +188,30 @@ void ReplayCheck::take() {
 }
 
 void ReplayCheck::send(const ReplayCase& run) {
-  Packer header;
-  header.put(run.graph);
-  header.put(run.stage);
-  header.put(run.microbatch);
-  header.put(run.key);
-  header.put(run.hashes.size());
-  for (const TensorHash& hash : run.hashes) header.put(hash);
-  std::vector<const graph::ConstantOverride*> numbers;
+  const auto bits = [](uint64_t number) { return static_cast<int64_t>(number); };
+  std::vector<int64_t> numbers = {bits(run.graph),
+                                  run.stage,
+                                  run.microbatch,
+                                  bits(run.key.seed),
+                                  bits(run.key.step_function),
+                                  bits(run.key.call),
+                                  bits(run.key.global_microbatch)};
+  for (const TensorHash& hash : run.hashes) {
+    const auto kind = static_cast<int64_t>(hash.kind);
+    numbers.insert(numbers.end(), {kind, hash.id, hash.number, bits(hash.hash)});
+  }
+  std::vector<c10::IValue> constants;
   for (const auto& constant : run.constants) {
-    if (!constant.value.isCapsule()) numbers.push_back(&constant);  // a leaf's call, elsewhere
+    if (constant.value.isCapsule()) continue;  // a leaf's call, elsewhere
+    constants.insert(constants.end(), {constant.operator_index, constant.argument, constant.value});
   }
-  header.put(numbers.size());
-  for (const auto* constant : numbers) {
-    header.put(constant->operator_index);
-    header.put(constant->argument);
-    header.put_bytes(torch::jit::pickle(constant->value));
-  }
+  auto header = torch::jit::pickle(
+      c10::ivalue::Tuple::create({numbers, c10::ivalue::Tuple::create(std::move(constants))}));
   const pipeline::MessageLayout layout(metas(run.stage));
-  const at::Tensor sizes = at::empty({2}, at::kLong);
-  sizes.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(header.bytes().size());
-  sizes.mutable_data_ptr<int64_t>()[1] = layout.nbytes();
-  send({sizes, bytes_tensor(header.bytes()), layout.pack(run.given)});
+  const at::Tensor sizes = at::tensor({static_cast<int64_t>(header.size()), layout.nbytes()});
+  const at::Tensor bytes = at::empty({static_cast<int64_t>(header.size())}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), header.data(), header.size());
+  send({sizes, bytes, layout.pack(run.given)});
 }
 
 void ReplayCheck::send(const std::vector<at::Tensor>& parts) {
@@ -234,22 +231,31 @@ std::optional<ReplayCase> ReplayCheck::receive() {
   const at::Tensor sizes = take(at::empty({2}, at::kLong));
   const auto* bytes = sizes.const_data_ptr<int64_t>();
   if (bytes[0] == 0) return std::nullopt;
-  const at::Tensor numbers = take(at::empty({bytes[0]}, at::kByte));
+  const at::Tensor pickled = take(at::empty({bytes[0]}, at::kByte));
   const at::Tensor message = take(at::empty({bytes[1]}, at::kByte));
-  Unpacker header(numbers);
+  const auto header =
+      torch::jit::unpickle(static_cast<const char*>(pickled.const_data_ptr()), bytes[0]).toTuple();
+  const std::vector<int64_t> numbers = header->elements()[0].toIntVector();
+  const auto constants = header->elements()[1].toTuple();
+  auto next = numbers.begin();
+  const auto bits = [&] { return static_cast<uint64_t>(*next++); };
   ReplayCase run;
-  run.graph = header.take<uint64_t>();
+  run.graph = bits();
   if (run.graph != rows_->fingerprint()) return std::nullopt;
-  run.stage = header.take<int32_t>();
-  run.microbatch = header.take<int32_t>();
-  run.key = header.take<graph::RandomKey>();
-  run.hashes.resize(header.take<size_t>());
-  for (TensorHash& hash : run.hashes) hash = header.take<TensorHash>();
-  run.constants.resize(header.take<size_t>());
-  for (auto& constant : run.constants) {
-    constant.operator_index = header.take<int>();
-    constant.argument = header.take<int>();
-    constant.value = header.take_pickled();
+  run.stage = static_cast<int32_t>(*next++);
+  run.microbatch = static_cast<int32_t>(*next++);
+  run.key = {bits(), bits(), bits(), bits()};
+  while (next != numbers.end()) {
+    TensorHash& hash = run.hashes.emplace_back();
+    hash.kind = static_cast<TensorHash::Kind>(*next++);
+    hash.id = static_cast<int32_t>(*next++);
+    hash.number = *next++;
+    hash.hash = bits();
+  }
+  for (size_t i = 0; i < constants->elements().size(); i += 3) {
+    const auto* constant = &constants->elements()[i];
+    run.constants.push_back({static_cast<int>(constant[0].toInt()),
+                             static_cast<int>(constant[1].toInt()), constant[2]});
   }
   run.given = pipeline::MessageLayout(metas(run.stage)).unpack(message);
   return run;

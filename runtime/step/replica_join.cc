@@ -50,7 +50,7 @@ void ReplicaJoin::end_join() {
   const core::PublicCallScope here(
       core::PublicCall("the end of DistributedModel::join", core::kAnyStep));
   try {
-    take_back_wholes(runtime_);
+    const OwnUse parameters(runtime_);
     SMP_CHECK_WITH(UsageError, replicas().size() == 1 || !trained_.empty(),
                    "DistributedModel::join: this replica has no step function that has trained, so "
                    "it cannot take part in the steps of the others. Give each replica at least one "

@@ -2,23 +2,15 @@
 #include "runtime/step/replica_pace.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
 
 #include "core/check.h"
 
 namespace smp::runtime {
-namespace {
-
-constexpr int64_t kNumbers = 3;
-
-}  // namespace
 
 PaceExchange::PaceExchange(comm::Communicator& replicas, const ReplicaPace& mine)
-    : mine_(at::empty({kNumbers}, at::kLong)),
-      all_(at::empty({replicas.size(), kNumbers}, at::kLong)) {
-  auto* const numbers = mine_.mutable_data_ptr<int64_t>();
-  numbers[0] = mine.updates;
-  numbers[1] = mine.has_bad_loss;
-  numbers[2] = mine.microbatches;
+    : mine_(at::tensor({mine.updates, mine.has_bad_loss, mine.microbatches})),
+      all_(at::empty({replicas.size(), mine_.numel()}, at::kLong)) {
   work_ = replicas.async().all_gather(all_, mine_);
 }
 
@@ -27,7 +19,7 @@ std::vector<ReplicaPace> PaceExchange::wait() {
   std::vector<ReplicaPace> result;
   const auto* const numbers = all_.const_data_ptr<int64_t>();
   for (int64_t r = 0; r < all_.size(0); ++r) {
-    const auto* const of_replica = numbers + r * kNumbers;
+    const auto* const of_replica = numbers + r * mine_.numel();
     result.push_back({of_replica[0], of_replica[1], of_replica[2]});
   }
   return result;

@@ -17,7 +17,7 @@ namespace {
 constexpr int kSkippedSteps = 2;
 constexpr int kTimelineSteps = 3;
 
-using Timeline = Execution::Timeline;
+using TimelineState = Execution::TimelineState;
 
 }  // namespace
 
@@ -30,21 +30,17 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
       regions_(std::move(regions)),
       edges_(std::move(step.edges)) {
   if (!step.report.empty() && runtime.rank() == 0) core::log_info(step.report);
-  const pipeline::RankedSchedule planned = {std::move(step.pipeline), std::move(step.schedule),
-                                            std::move(step.simulation)};
-  use(planned);
+  use(step);
   if (!graph.trains()) return;
   identity_ = c10::str(graph.fingerprint(), " ", schedule().microbatches());
-  if (runtime.config().timeline() && runtime.execution.timeline == Timeline::kNotBegun) {
-    runtime.execution.timeline = Timeline::kRecorded;
+  if (runtime.config().timeline() && runtime.execution.timeline == TimelineState::kNotBegun) {
+    runtime.execution.timeline = TimelineState::kRecorded;
     writes_timeline_ = true;
   }
   if (is_auto() && runtime.execution.trial_steps > 0) {
-    trial_ = std::make_unique<ScheduleTrial>(std::move(step.options), planned);
-    record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
-  } else if (writes_timeline_) {
-    record(kSkippedSteps, kTimelineSteps);
+    trial_ = std::make_unique<ScheduleTrial>(step.options, step);
   }
+  if (trial_ || writes_timeline_) record();
 }
 
 /// Whether there are schedules to choose from.
@@ -87,10 +83,12 @@ void ScheduleRunner::add_stages(int microbatches) {
   if (config.cuda_graphs() != "off") executor_->use_graphs(config.cuda_graphs() == "on");
 }
 
-void ScheduleRunner::record(int skipped, int steps) {
-  recording_ =
-      std::make_unique<StepRecording>(runtime_, schedule(), predicted_, executor_->message_bytes(),
-                                      skipped, steps, graph_.device());
+/// Begins to record a part of the trial, or the timeline.
+void ScheduleRunner::record() {
+  recording_ = std::make_unique<StepRecording>(
+      runtime_, schedule(), predicted_, executor_->message_bytes(),
+      trial_ ? ScheduleTrial::kWarmSteps : kSkippedSteps,
+      trial_ ? ScheduleTrial::kRecordedSteps : kTimelineSteps, graph_.device());
 }
 
 pipeline::StepResults ScheduleRunner::run(pipeline::Executor::Step step) {
@@ -110,9 +108,9 @@ bool ScheduleRunner::begin_recording() {
     // Too late.
     trial_.reset();
     recording_.reset();
-    if (writes_timeline_) record(kSkippedSteps, kTimelineSteps);
+    if (writes_timeline_) record();
   }
-  if (tries || runtime_.execution.timeline == Timeline::kRecorded) {
+  if (tries || runtime_.execution.timeline == TimelineState::kRecorded) {
     const bool together = replicas_are_together();
     if (recording_ && !together) return false;
     ++turns_;
@@ -137,7 +135,7 @@ void ScheduleRunner::end_step(std::vector<pipeline::ReductionRecord> reductions)
   recording_.reset();
   if (trial_ && goes_on(recorded)) return;
   if (!writes_timeline_) return;
-  runtime_.execution.timeline = Timeline::kDone;
+  runtime_.execution.timeline = TimelineState::kDone;
   if (runtime_.rank() != 0) return;
   const auto files = pipeline::write_timeline(recorded, *runtime_.config().timeline());
   core::log_info(c10::str("Timeline written to ", files.page, " and ", files.trace, "\n",
@@ -149,7 +147,7 @@ bool ScheduleRunner::goes_on(const pipeline::Timeline& recorded) {
   trial_->learn(recorded);
   use(trial_->current());
   if (!trial_->is_over()) {
-    record(ScheduleTrial::kWarmSteps, ScheduleTrial::kRecordedSteps);
+    record();
     return true;
   }
   if (runtime_.rank() == 0) core::log_info(trial_->report());

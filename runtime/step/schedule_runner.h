@@ -49,14 +49,14 @@ class ScheduleRunner {
   /// Those of the plan, for as long as this lives.
   const std::vector<pipeline::Edge>& edges() const { return edges_; }
 
-  /// A stage of this rank.
-  pipeline::Stage& stage(int index) const { return executor_->stage(index); }
+  /// The stages of this rank, by number.
+  const auto& stages() const { return executor_->stages(); }
 
  private:
   bool is_auto() const;
   void use(const pipeline::RankedSchedule& scheduled);
   void add_stages(int microbatches);
-  void record(int skipped, int steps);
+  void record();
   bool begin_recording();
   bool replicas_are_together();
   bool goes_on(const pipeline::Timeline& recorded);

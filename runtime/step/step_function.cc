@@ -31,7 +31,6 @@
 #include "runtime/save/job_notes.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/batch_exchange.h"
-#include "runtime/step/captured_tensors.h"
 #include "runtime/step/leaf_writes.h"
 #include "runtime/step/measuring.h"
 #include "runtime/step/microbatches.h"
@@ -60,12 +59,6 @@ class FlagScope {
 int64_t period_of(const std::string& guard) {
   if (guard == "every_step" || guard == "every_microbatch") return 1;
   return guard == "first_step" ? 0 : std::stoll(guard);
-}
-
-std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<graph::TensorMeta> metas;
-  for (const at::Tensor& tensor : tensors) metas.push_back(graph::TensorMeta::of(tensor));
-  return metas;
 }
 
 const StepOptions& checked(const StepOptions& options) {
@@ -121,10 +114,18 @@ StepResults StepFunction::run(const StepCall& call) {
   const core::CallScope here(c10::str("call ", number, " of step function \"", name_, "\""),
                              name_ + "()", core::kAnyStep);
   core::Status& status = *runtime_->status();
-  status.set_step(runtime_->progress.training_steps + 1);
+  const int64_t before = runtime_->progress.training_steps;
+  status.set_step(before + 1);
   try {
-    StepResults results =
-        core::explaining_what_is_not_deterministic([&] { return run_checked(call); });
+    StepResults results = core::explaining_what_is_not_deterministic([&] {
+      StepResults outputs = run_checked(call);
+      mark_parts(*runtime_);
+      const bool trained = runtime_->progress.training_steps > before;
+      for (const auto& model : runtime_->models()) {
+        if (trained) model->run_post_step_hooks();
+      }
+      return outputs;
+    });
     status.set_step(runtime_->progress.training_steps);
     return results;
   } catch (const std::exception& error) {
@@ -134,7 +135,7 @@ StepResults StepFunction::run(const StepCall& call) {
 }
 
 StepResults StepFunction::run_checked(const StepCall& given) {
-  take_back_wholes(*runtime_);
+  const OwnUse parameters(*runtime_);
   runtime_->progress.step_functions.check_resumed(name_);
   if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);
@@ -156,7 +157,6 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   if (traced.found->trains()) {
     ++runtime_->progress.training_steps;
     note_training_step(*runtime_);
-    for (const auto& model : runtime_->models()) model->run_post_step_hooks();
   }
   return results;
 }
@@ -311,14 +311,11 @@ std::vector<std::vector<at::Tensor>> StepFunction::split(const Batches& batches,
                                                          int64_t count) const {
   std::vector<std::vector<at::Tensor>> result;
   for (const StepCall& batch : batches) {
-    for (auto& microbatch : split(batch, count)) result.push_back(std::move(microbatch));
+    for (auto& microbatch : cut_microbatches(batch, count, name_)) {
+      result.push_back(std::move(microbatch));
+    }
   }
   return result;
-}
-
-std::vector<std::vector<at::Tensor>> StepFunction::split(const StepCall& call,
-                                                         int64_t count) const {
-  return cut_microbatches(call, count, name_);
 }
 
 graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
@@ -480,7 +477,7 @@ CoalescingChoice StepFunction::coalesce(const Traced& traced, const StepCall& ca
   CoalescingRequest request{
       name_, *traced.found, call.microbatches, measured, runs_each_microbatch(call), {}, {}, {}};
   request.key = random_key();
-  request.inputs = [&](int64_t count) { return split(call, count)[0]; };
+  request.inputs = [&](int64_t count) { return cut_microbatches(call, count, name_)[0]; };
   request.capture = [&](const std::vector<at::Tensor>& inputs) {
     return trace_one(call, no_microbatch(), inputs, false);
   };

@@ -84,7 +84,6 @@ class StepFunction {
   }
   bool guard_is_due(const StepCall& call, const std::vector<at::Tensor>& inputs) const;
   Traced guard(const StepCall& call, const std::vector<std::vector<at::Tensor>>& inputs);
-  std::vector<std::vector<at::Tensor>> split(const StepCall& call, int64_t count) const;
   std::vector<std::vector<at::Tensor>> split(const Batches& batches, int64_t count) const;
   void check_inputs(const StepCall& call) const;
   void check_one_batch(const StepCall& call) const;

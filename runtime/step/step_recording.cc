@@ -3,7 +3,7 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include <cstring>
+#include <nlohmann/json.hpp>
 #include <utility>
 
 namespace smp::runtime {
@@ -41,16 +41,6 @@ int64_t offset_to_rank_0(comm::Communicator& world) {
     samples.push_back(sample);
   }
   return pipeline::clock_offset(samples).offset;
-}
-
-std::string to_bytes(const std::vector<int64_t>& numbers) {
-  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t)};
-}
-
-std::vector<int64_t> to_numbers(const std::string& bytes) {
-  std::vector<int64_t> numbers(bytes.size() / sizeof(int64_t));
-  std::memcpy(numbers.data(), bytes.data(), bytes.size());
-  return numbers;
 }
 
 }  // namespace
@@ -106,8 +96,9 @@ pipeline::Timeline StepRecording::gather(const std::string& title) {
   // On one host all ranks have the same clock.
   if (job_.topology().local_size(0) < world->size()) timeline.shift(offset_to_rank_0(*world));
   std::vector<pipeline::RankTimeline> recorded;
-  for (const auto& bytes : comm::all_gather_bytes(*world, to_bytes(pipeline::pack(timeline)))) {
-    recorded.push_back(pipeline::unpack_timeline(to_numbers(bytes)));
+  const nlohmann::json mine = pipeline::pack(timeline);
+  for (const auto& text : comm::all_gather_bytes(*world, mine.dump())) {
+    recorded.push_back(pipeline::unpack_timeline(nlohmann::json::parse(text)));
   }
   return pipeline::make_timeline(title, schedule_, recorded, &predicted_);
 }

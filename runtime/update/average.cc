@@ -92,7 +92,6 @@ void Average::begin(const char* call) const {
                  "Call it later; smp::load with LoadOptions().average(\"",
                  core::printable(name_), "\") gives a model averaged values before");
   check_no_average_in_use(*runtime_, model_, call);
-  take_back_wholes(*runtime_);
 }
 
 /// The model's parameters that this rank owns, but those of integers.
@@ -108,6 +107,7 @@ std::vector<const ParameterTable::Entry*> Average::averaged() const {
 
 void Average::update() {
   begin("ema.update()");
+  const OwnUse parameters(*runtime_);
   const at::NoGradGuard no_grad;
   take_loaded();
   bound_slices(*runtime_);
@@ -132,6 +132,7 @@ void Average::update() {
 
 void Average::begin_use() {
   begin("ema.averaged()");
+  const OwnUse parameters(*runtime_);
   is_in_use_ = true;
   if (updates_ == 0) return;
   try {
@@ -169,7 +170,7 @@ void Average::give_to_parameters() {
 void Average::end_use() noexcept {
   try {
     const at::NoGradGuard no_grad;
-    take_back_wholes(*runtime_);
+    const OwnUse parameters(*runtime_);
     for (const auto& [own, values] : own_) own.detach().copy_(values);
   } catch (const std::exception& error) {
     runtime_->fail(error);

@@ -47,26 +47,23 @@ class Gradients {
   /// Whole gradients and pieces; undefined where this rank has nothing.
   std::vector<at::Tensor> mine() const {
     std::vector<at::Tensor> result;
-    for (const Listed& listed : listed_) result.push_back(gradient(listed));
+    for (const Entry* entry : listed_) result.push_back(gradient(*entry));
     return result;
   }
 
   at::Tensor norm(double norm_type, const std::vector<double>& numbers) const {
     std::vector<Held> held;
-    for (const Listed& listed : listed_) held.push_back(held_of(listed));
+    for (const Entry* entry : listed_) held.push_back(held_of(*entry));
     const auto own = norms_of_wholes(runtime_, held, norm_type);
     std::vector<GradientNorm> norms;
     for (size_t i = 0; i < listed_.size(); ++i) {
-      norms.push_back({own[i], gradient_type(runtime_.config(), listed_[i].parameter)});
+      norms.push_back({own[i], gradient_type(runtime_.config(), listed_[i]->tensor)});
     }
     return total_norm(padded(norms), norm_type, group(), fingerprint(numbers), call_);
   }
 
  private:
-  struct Listed {
-    at::Tensor parameter;
-    const ParameterTable::Entry* entry;
-  };
+  using Entry = ParameterTable::Entry;
 
   void add(size_t position, const at::Tensor& parameter) {
     const auto* entry = runtime_.table().find(parameter);
@@ -75,25 +72,25 @@ class Gradients {
         " of shape ", parameter.sizes(),
         " is not a parameter of a DistributedModel. Give it model->parameters(), or some "
         "of them (not those of virtual_named_parameters())");
-    listed_.push_back({parameter, entry});
+    listed_.push_back(entry);
   }
 
-  at::Tensor gradient(const Listed& listed) const {
-    if (const auto& slice = listed.entry->slice) {
+  at::Tensor gradient(const Entry& entry) const {
+    if (const auto& slice = entry.slice) {
       const bool has_own = slice->has_gradient() && slice->piece().defined();
       return has_own ? slice->piece().grad() : at::Tensor();
     }
-    return runtime_.owns(*listed.entry) ? listed.parameter.grad() : at::Tensor();
+    return runtime_.owns(entry) ? entry.tensor.grad() : at::Tensor();
   }
 
-  Held held_of(const Listed& listed) const {
-    const auto& slice = listed.entry->slice;
-    at::Tensor own = gradient(listed);
+  Held held_of(const Entry& entry) const {
+    const auto& slice = entry.slice;
+    at::Tensor own = gradient(entry);
     const bool exists = slice ? slice->has_gradient() : own.defined();
     const auto dtype = half_type(runtime_.config())
-                           ? dp::sum_options(listed.parameter).dtype().toScalarType()
-                           : listed.parameter.scalar_type();
-    return {listed.entry, listed.entry->sharding, std::move(own), dtype, exists};
+                           ? dp::sum_options(entry.tensor).dtype().toScalarType()
+                           : entry.tensor.scalar_type();
+    return {&entry, entry.sharding, std::move(own), dtype, exists};
   }
 
   /// Norms padded to the number of parameters and buffers, so that ranks that were given lists of
@@ -107,7 +104,7 @@ class Gradients {
   uint64_t fingerprint(const std::vector<double>& numbers) const {
     std::vector<size_t> entries;
     const auto* first = runtime_.table().entries().data();
-    for (const Listed& listed : listed_) entries.push_back(listed.entry - first);
+    for (const Entry* entry : listed_) entries.push_back(entry - first);
     const uint64_t of_list = XXH64(entries.data(), entries.size() * sizeof(size_t), /*seed=*/0);
     return XXH64(numbers.data(), numbers.size() * sizeof(double), of_list) >> 11;
   }
@@ -120,7 +117,7 @@ class Gradients {
   std::string call_;
   Runtime& runtime_;
   std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;
-  std::vector<Listed> listed_;
+  std::vector<const Entry*> listed_;
 };
 
 }  // namespace

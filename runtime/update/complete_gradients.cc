@@ -12,12 +12,12 @@ void begin_use_of_gradients(const std::string& call) {
   SMP_CHECK_WITH(UsageError, !Runtime::exists() || !Runtime::get().current_step.is_running, call,
                  " was called inside a step function. Gradients are complete when the step has "
                  "returned: call it after the step");
-  if (Runtime::exists()) take_back_wholes(Runtime::get());
+  if (Runtime::exists()) OwnUse parameters(Runtime::get());
 }
 
 void zero_grad(const Model& model) {
   Runtime& runtime = model.runtime();
-  begin_outside_step(runtime, "zero_grad");
+  const OwnUse parameters = begin_outside_step(runtime, "zero_grad");
   model.module_ptr()->zero_grad();
   for (const at::Tensor& parameter : model.parameters()) {
     const auto* entry = runtime.table().find(parameter);

@@ -5,6 +5,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -15,6 +16,7 @@
 #include "optim/foreach_step.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
+#include "runtime/parameters/dividing.h"
 #include "runtime/update/average.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/complete_gradients.h"
@@ -63,8 +65,7 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
     : optimizer_(optimizer),
       fields_{c10::demangle(traits.type->name()), traits.fields},
       set_state_([this, state_factory](const auto& state, const auto& names) {
-        optim::set_state(optimizer_, state, names, optim::Names::kCommon, state_factory(optimizer_),
-                         fields_.layouts);
+        optim::set_state(optimizer_, state, names, state_factory(optimizer_), fields_.layouts);
       }),
       runtime_(Runtime::get_shared()),
       pieces_(optimizer, *runtime_, set_state_, fields_),
@@ -91,6 +92,8 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   begin_use_of_gradients("optimizer.step()");
   check_no_average_in_use(*runtime_, "optimizer.step()");
+  std::optional<OwnUse> parameters;  // a closure is the program's
+  if (!closure) parameters.emplace(*runtime_);
   if (!closure) check_trained();
   const UpdateWatch::Updating updating(*runtime_->update_watch);
   runtime_->update_watch->before_update();
@@ -164,10 +167,12 @@ double Optimizer::clip_master_grads(double max_norm, double norm_type) {
 void Optimizer::reload_model_params() {
   begin_use_of_gradients("optimizer.reload_model_params()");
   check_no_average_in_use(*runtime_, "optimizer.reload_model_params()");
+  const OwnUse parameters(*runtime_);
   pieces_.reload_masters();
 }
 
 OptimizerState Optimizer::local_state() {
+  const OwnUse parameters(*runtime_);
   take_waiting();
   if (!waiting_) return own_part(pieces_.gather_state());
   const auto groups = groups_now();
@@ -211,6 +216,7 @@ void Optimizer::take_waiting() {
 
 /// Gives this rank's parameters, or pieces of them, the state that was loaded.
 void Optimizer::set_loaded(const std::vector<OptimizerState::Group>& groups) {
+  const OwnUse parameters(*runtime_);
   const Waiting loaded = *std::exchange(waiting_, std::nullopt);
   const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
     return runtime_->owns(name) && has_part(name);

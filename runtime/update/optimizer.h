@@ -59,9 +59,10 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   /// own, which the next step changes.
   OptimizerState local_state();
 
-  /// Throws `CheckpointError` unless `load` can take the state of checkpoint `path`, of whose
-  /// tensors the types suffice: with `strict` if it has other parameters than this optimizer, or in
-  /// other groups; in any case if a parameter has another shape or its state other fields.
+  /// Throws `CheckpointError` unless `load` can take the state of checkpoint `path`, whose tensors
+  /// need no data: with `strict` if it has other parameters than this optimizer, or in other
+  /// groups; in any case if a parameter has another shape, or its state other fields or, where the
+  /// parameter is divided, fields of other sizes.
   void check_loadable(const OptimizerState& saved, const std::string& path, bool strict) const;
 
   /// Restores a saved optimizer: options such as the learning rate now, the state of parameters now

@@ -14,6 +14,7 @@
 #include "checkpoint/apply.h"
 #include "core/check.h"
 #include "dp/bucket_layout.h"
+#include "runtime/together.h"
 #include "runtime/update/average.h"
 #include "runtime/update/complete_gradients.h"
 #include "runtime/update/divided_states.h"
@@ -82,17 +83,22 @@ OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
   return optim::from_parts(merged, tensors);
 }
 
-/// Calls body(group, name, parameter) for the optimizer's parameters that are a model's.
-template <class Body>
-void for_each_named(const torch::optim::Optimizer& optimizer, const Runtime& runtime,
-                    const Body& body) {
-  const auto names = parameter_names(runtime);
+/// An optimizer's parameter that is a model's, too.
+struct Known {
+  size_t group;
+  const ParameterTable::Entry* entry;
+};
+
+std::vector<Known> known_parameters(const torch::optim::Optimizer& optimizer,
+                                    const Runtime& runtime) {
+  std::vector<Known> known;
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     for (const at::Tensor& parameter : optimizer.param_groups()[i].params()) {
-      const auto found = names.find(parameter.unsafeGetTensorImpl());
-      if (found != names.end()) body(i, found->second, parameter);
+      const auto* entry = runtime.table().find(parameter);
+      if (entry != nullptr && entry->is_parameter()) known.push_back({i, entry});
     }
   }
+  return known;
 }
 
 /// "0, 2".
@@ -113,15 +119,25 @@ std::set<std::string> names_in(const OptimizerState& state) {
 OptimizerState Optimizer::state_dict() {
   begin_use_of_gradients("optimizer.state_dict()");
   at::NoGradGuard no_grad;
-  OptimizerState mine = local_state();
-  join_states(*runtime_, fields_, runtime_->topology().axis(CommGroup::kTp), mine);
   const bool in_parts = runtime_->table().any_divided();
-  if (runtime_->partitioned()) {
-    const auto whole = divides() ? CommGroup::kWorld : in_parts ? CommGroup::kMp : CommGroup::kPp;
-    return merge(*runtime_->group(whole), mine);
-  }
-  if (!in_parts) return optim::copy_of(std::move(mine));
-  return merge(*runtime_->group(CommGroup::kTp), mine);
+  if (!runtime_->partitioned() && !in_parts) return optim::copy_of(local_state());
+  const auto whole = !runtime_->partitioned() ? CommGroup::kTp
+                     : divides()              ? CommGroup::kWorld
+                     : in_parts               ? CommGroup::kMp
+                                              : CommGroup::kPp;
+  const auto group = runtime_->group(whole);
+  OptimizerState mine;
+  // Ranks that have pieces of one part of a parameter, or a stage, together may find that states
+  // lie otherwise than said.
+  together(*group, [&] {
+    mine = local_state();
+    return std::string();
+  });
+  together(*group, [&] {
+    join_states(*runtime_, fields_, runtime_->topology().axis(CommGroup::kTp), mine);
+    return std::string();
+  });
+  return merge(*group, mine);
 }
 
 OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
@@ -192,16 +208,17 @@ struct Optimizer::Groups {
 
 std::set<std::string> Optimizer::parameters() const {
   std::set<std::string> names;
-  for_each_named(optimizer_, *runtime_,
-                 [&](size_t, const std::string& name, const at::Tensor&) { names.insert(name); });
+  for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
+    names.insert(entry->name);
+  }
   return names;
 }
 
 Optimizer::Groups Optimizer::compare_groups(const std::vector<OptimizerState::Group>& saved) const {
   Groups groups;
-  for_each_named(optimizer_, *runtime_, [&](size_t i, const std::string& name, const at::Tensor&) {
-    groups.own.emplace(name, i);
-  });
+  for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
+    groups.own.emplace(entry->name, group);
+  }
   for (size_t i = 0; i < saved.size(); ++i) {
     for (const std::string& name : saved[i].params) groups.saved.emplace(whole_name(name), i);
   }
@@ -211,16 +228,15 @@ Optimizer::Groups Optimizer::compare_groups(const std::vector<OptimizerState::Gr
 /// A line for each parameter that has another shape than the state that was saved for it.
 std::string Optimizer::other_shapes(const OptimizerState& saved) const {
   std::string lines;
-  for_each_named(optimizer_, *runtime_,
-                 [&](size_t, const std::string& name, const at::Tensor& parameter) {
-                   const auto found = saved.params.find(name);
-                   if (found == saved.params.end()) return;
-                   const auto whole = runtime_->table().at(parameter).whole_sizes();
-                   if (whole == found->second.shape || parameter.sizes() == found->second.shape)
-                     return;
-                   lines += c10::str("\n  ", name, ": expected shape ", at::IntArrayRef(whole),
-                                     ", got ", at::IntArrayRef(found->second.shape));
-                 });
+  for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
+    const auto found = saved.params.find(entry->name);
+    if (found == saved.params.end()) continue;
+    const auto whole = entry->whole_sizes();
+    const auto& shape = found->second.shape;
+    if (whole == shape || entry->tensor.sizes() == at::IntArrayRef(shape)) continue;
+    lines += c10::str("\n  ", entry->name, ": expected shape ", at::IntArrayRef(whole), ", got ",
+                      at::IntArrayRef(shape));
+  }
   return lines;
 }
 
@@ -240,20 +256,24 @@ void Optimizer::check_loadable(const OptimizerState& saved, const std::string& p
                        "has are left out, and every group takes what was saved with its "
                        "parameters"
                      : "");
-  const auto names = parameter_names(*runtime_);
-  OptimizerState rehearsal{{}, saved.groups};
-  for_each_named(optimizer_, *runtime_,
-                 [&](size_t, const std::string& name, const at::Tensor& parameter) {
-                   const auto found = saved.params.find(name);
-                   if (found == saved.params.end()) return;
-                   auto param = found->second;
-                   param.shape = parameter.sizes().vec();
-                   param.tensors.erase(checkpoint::kMasterField);
-                   if (param.tensors.empty() && param.scalars.empty()) return;
-                   rehearsal.params.emplace(name, std::move(param));
-                 });
-  optim::check_state(optimizer_, rehearsal, names, optim::Names::kCommon,
-                     state_factory_(optimizer_));
+  OptimizerState cut, rehearsal{{}, saved.groups};
+  for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
+    const auto found = saved.params.find(entry->name);
+    if (found == saved.params.end()) continue;
+    auto param = found->second;
+    const bool has_part = runtime_->partitioned() && runtime_->owns(entry->name) &&
+                          !pieces_.name_of_part(entry->name).empty();
+    if (has_part) cut.params.emplace(entry->name, param);
+    param.shape = entry->tensor.sizes().vec();
+    param.tensors.erase(checkpoint::kMasterField);
+    if (param.tensors.empty() && param.scalars.empty()) continue;
+    for (auto& [field, tensor] : param.tensors) {
+      tensor = at::empty({0}, tensor.options().device(at::kCPU));
+    }
+    rehearsal.params.emplace(entry->name, std::move(param));
+  }
+  cut_states(*runtime_, fields_, cut);
+  optim::check_state(optimizer_, rehearsal, parameter_names(*runtime_), state_factory_(optimizer_));
 }
 
 /// Checks the parts that are known before the parameters are divided.
@@ -275,11 +295,11 @@ void Optimizer::check_complete(const OptimizerState& state,
                                const std::function<bool(const std::string&)>& wanted) const {
   const std::set<std::string> known = names_in(state);
   std::string missing;
-  for_each_named(optimizer_, *runtime_, [&](size_t, const std::string& name, const at::Tensor&) {
-    const std::string piece = wanted(name) ? pieces_.name_of_part(name) : "";
-    if (piece.empty() || known.count(name) > 0 || known.count(piece) > 0) return;
+  for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
+    const std::string piece = wanted(entry->name) ? pieces_.name_of_part(entry->name) : "";
+    if (piece.empty() || known.count(entry->name) > 0 || known.count(piece) > 0) continue;
     missing += "\n  missing: " + piece;
-  });
+  }
   SMP_CHECK_WITH(CheckpointError, missing.empty(),
                  "the state dictionary does not fit the optimizer:", missing,
                  "\nNothing was loaded. What local_state_dict() gives fits the ranks that it was "
@@ -297,9 +317,10 @@ std::vector<OptimizerState::Group> Optimizer::complete_groups(const OptimizerSta
       known.insert(name);
     }
   }
-  for_each_named(optimizer_, *runtime_, [&](size_t i, const std::string& name, const at::Tensor&) {
+  for (const auto& [i, entry] : known_parameters(optimizer_, *runtime_)) {
+    const std::string& name = entry->name;
     if (i < groups.size() && known.insert(name).second) groups[i].params.push_back(name);
-  });
+  }
   return groups;
 }
 

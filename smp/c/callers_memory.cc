@@ -2,7 +2,6 @@
 #include "smp/c/callers_memory.h"
 
 #include <ATen/DeviceAccelerator.h>
-#include <ATen/dlpack.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -15,20 +14,11 @@
 namespace smp::c {
 namespace {
 
-/// The types of DLPack, of one element each.
-struct DlpackType {
-  uint8_t code, bits;
-  int32_t dtype;
-};
-constexpr DlpackType kTypes[] = {{kDLFloat, 32, SMP_FLOAT32}, {kDLFloat, 64, SMP_FLOAT64},
-                                 {kDLInt, 32, SMP_INT32},     {kDLInt, 64, SMP_INT64},
-                                 {kDLInt, 16, SMP_INT16},     {kDLInt, 8, SMP_INT8},
-                                 {kDLUInt, 8, SMP_UINT8},     {kDLBool, 8, SMP_BOOL},
-                                 {kDLFloat, 16, SMP_FLOAT16}, {kDLBfloat, 16, SMP_BFLOAT16}};
-
 int32_t type_of(const DLDataType& type, const std::string& what) {
-  for (const DlpackType& known : kTypes) {
-    if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.dtype;
+  for (const NumberType& known : kNumberTypes) {
+    const bool fits =
+        known.dlpack_code == type.code && at::elementSize(known.type) * 8 == type.bits;
+    if (fits && type.lanes == 1) return known.dtype;
   }
   core::fail<UsageError>(what, ": DLPack type code ", static_cast<int>(type.code), " of ",
                          static_cast<int>(type.bits), " bits and ", type.lanes,

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <ATen/dlpack.h>
 #include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -16,6 +18,19 @@ namespace smp::c {
 /// The sizes of the structure in the versions of the header.
 constexpr int64_t kSizeInVersion1 = offsetof(smp_tensor, device);
 constexpr auto kSize = static_cast<int64_t>(sizeof(smp_tensor));
+
+/// A type of numbers: the header's, libtorch's, and DLPack's beside its bits.
+struct NumberType {
+  int32_t dtype;
+  at::ScalarType type;
+  uint8_t dlpack_code;
+};
+constexpr NumberType kNumberTypes[] = {
+    {SMP_FLOAT32, at::kFloat, kDLFloat}, {SMP_FLOAT64, at::kDouble, kDLFloat},
+    {SMP_INT32, at::kInt, kDLInt},       {SMP_INT64, at::kLong, kDLInt},
+    {SMP_INT16, at::kShort, kDLInt},     {SMP_INT8, at::kChar, kDLInt},
+    {SMP_UINT8, at::kByte, kDLUInt},     {SMP_BOOL, at::kBool, kDLBool},
+    {SMP_FLOAT16, at::kHalf, kDLFloat},  {SMP_BFLOAT16, at::kBFloat16, kDLBfloat}};
 
 /// A tensor of `size` bytes with all members of this library's header: those that lie behind are 0.
 smp_tensor with_all_members(const smp_tensor& tensor, int64_t size);

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/c/optimizer.h"
 
+#include <torch/arg.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <tuple>
@@ -46,15 +48,24 @@ class Made final : public NamedOptimizer {
 template <class Options>
 using Setters = std::map<std::string, void (*)(Options&, const JsonReader&)>;
 
-#define SMP_OPTION(name, read)                                                        \
-  {                                                                                   \
-#name, [](auto& options, const JsonReader& value) { options.name(value.read()); } \
-  }
+double number(const JsonReader& value) { return value.number(); }
+bool boolean(const JsonReader& value) { return value.boolean(); }
+int64_t integer(const JsonReader& value) { return value.integer(); }
+
+double above_zero(const JsonReader& value) {
+  if (!(value.number() > 0)) value.fail_expected("a number above 0");
+  return value.number();
+}
 
 std::tuple<double, double> two_numbers(const JsonReader& value) {
   if (value.size() != 2) value.fail_expected("a list of two numbers");
   return {value.at(0).number(), value.at(1).number()};
 }
+
+#define SMP_OPTION(name, read)                                                       \
+  {                                                                                  \
+#name, [](auto& options, const JsonReader& value) { options.name(read(value)); } \
+  }
 
 Setters<torch::optim::SGDOptions> setters_of(const torch::optim::SGDOptions&) {
   return {SMP_OPTION(lr, number), SMP_OPTION(momentum, number), SMP_OPTION(dampening, number),
@@ -63,12 +74,8 @@ Setters<torch::optim::SGDOptions> setters_of(const torch::optim::SGDOptions&) {
 
 template <class Options>
 Setters<Options> setters_of_adam() {
-  return {SMP_OPTION(lr, number),
-          SMP_OPTION(eps, number),
-          SMP_OPTION(weight_decay, number),
-          SMP_OPTION(amsgrad, boolean),
-          {"betas",
-           [](Options& options, const JsonReader& value) { options.betas(two_numbers(value)); }}};
+  return {SMP_OPTION(lr, number), SMP_OPTION(eps, number), SMP_OPTION(weight_decay, number),
+          SMP_OPTION(amsgrad, boolean), SMP_OPTION(betas, two_numbers)};
 }
 
 Setters<torch::optim::AdamOptions> setters_of(const torch::optim::AdamOptions&) {
@@ -103,9 +110,10 @@ std::string source_of(const std::string& name) {
 
 /// The options of all optimizers.
 struct CommonOptions {
-  std::optional<double> clip_grad_norm, static_loss_scale;
-  bool dynamic_loss_scale = false;
-  std::optional<DynamicLossArgs> dynamic_loss_args;
+  TORCH_ARG(std::optional<double>, clip_grad_norm);
+  TORCH_ARG(std::optional<double>, static_loss_scale);
+  TORCH_ARG(bool, dynamic_loss_scale) = false;
+  TORCH_ARG(std::optional<DynamicLossArgs>, dynamic_loss_args);
 };
 
 Setters<DynamicLossArgs> setters_of(const DynamicLossArgs&) {
@@ -113,8 +121,6 @@ Setters<DynamicLossArgs> setters_of(const DynamicLossArgs&) {
           SMP_OPTION(scale_window, integer),  SMP_OPTION(min_scale, number),
           SMP_OPTION(delayed_shift, integer), SMP_OPTION(consecutive_hysteresis, boolean)};
 }
-
-#undef SMP_OPTION
 
 DynamicLossArgs dynamic_loss_args(const JsonReader& value) {
   if (!value.value().is_object()) value.fail_expected("an object");
@@ -128,45 +134,29 @@ DynamicLossArgs dynamic_loss_args(const JsonReader& value) {
   return args;
 }
 
-double above_zero(const JsonReader& value) {
-  const double number = value.number();
-  if (!(number > 0)) value.fail_expected("a number above 0");
-  return number;
+Setters<CommonOptions> setters_of(const CommonOptions&) {
+  return {SMP_OPTION(clip_grad_norm, above_zero), SMP_OPTION(static_loss_scale, above_zero),
+          SMP_OPTION(dynamic_loss_scale, boolean),
+          SMP_OPTION(dynamic_loss_args, dynamic_loss_args)};
 }
 
-Setters<CommonOptions> setters_of(const CommonOptions&) {
-  return {{"clip_grad_norm",
-           [](CommonOptions& options, const JsonReader& value) {
-             options.clip_grad_norm = above_zero(value);
-           }},
-          {"static_loss_scale",
-           [](CommonOptions& options, const JsonReader& value) {
-             options.static_loss_scale = above_zero(value);
-           }},
-          {"dynamic_loss_scale",
-           [](CommonOptions& options, const JsonReader& value) {
-             options.dynamic_loss_scale = value.boolean();
-           }},
-          {"dynamic_loss_args", [](CommonOptions& options, const JsonReader& value) {
-             options.dynamic_loss_args = dynamic_loss_args(value);
-           }}};
-}
+#undef SMP_OPTION
 
 /// Nothing where no scale was asked for. Throws `ConfigError` for options that would do nothing.
 std::optional<LossScaleOptions> loss_scale_of(const std::string& name,
                                               const CommonOptions& options) {
-  const bool is_dynamic = options.dynamic_loss_scale;
-  SMP_CHECK_WITH(ConfigError, !is_dynamic || !options.static_loss_scale, source_of(name),
+  const bool is_dynamic = options.dynamic_loss_scale();
+  SMP_CHECK_WITH(ConfigError, !is_dynamic || !options.static_loss_scale(), source_of(name),
                  ": static_loss_scale and dynamic_loss_scale were both given. Give ",
                  "one of them");
-  SMP_CHECK_WITH(ConfigError, is_dynamic || !options.dynamic_loss_args, source_of(name),
+  SMP_CHECK_WITH(ConfigError, is_dynamic || !options.dynamic_loss_args(), source_of(name),
                  ": dynamic_loss_args were given, and the loss scale is not dynamic. ",
                  "Give \"dynamic_loss_scale\": true, too, or leave them out");
-  if (!is_dynamic && !options.static_loss_scale) return std::nullopt;
+  if (!is_dynamic && !options.static_loss_scale()) return std::nullopt;
   return LossScaleOptions()
-      .static_loss_scale(options.static_loss_scale.value_or(1))
+      .static_loss_scale(options.static_loss_scale().value_or(1))
       .dynamic_loss_scale(is_dynamic)
-      .dynamic_loss_args(options.dynamic_loss_args.value_or(DynamicLossArgs()));
+      .dynamic_loss_args(options.dynamic_loss_args().value_or(DynamicLossArgs()));
 }
 
 /// Sets the options of this optimizer and those of all.
@@ -194,7 +184,7 @@ std::unique_ptr<NamedOptimizer> make(const std::string& name, const nlohmann::js
   read_options(name, json, options, common);
   try {
     auto optimizer = std::make_unique<Made<Base>>(std::move(parameters), options);
-    optimizer->clip_grad_norm = common.clip_grad_norm;
+    optimizer->clip_grad_norm = common.clip_grad_norm();
     if (const auto scale = loss_scale_of(name, common)) optimizer->core().scale_loss(*scale);
     return optimizer;
   } catch (const UsageError& error) {  // ours, of a loss scale's

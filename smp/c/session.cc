@@ -18,7 +18,7 @@
 #include "core/status.h"
 #include "core/text.h"
 #include "runtime/runtime.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 #include "smp/group.h"
 #include "smp/save_load.h"
 #include "smp/step.h"

@@ -10,6 +10,7 @@
 
 #include "core/check.h"
 #include "smp/c/callers_memory.h"
+#include "smp/detail/structure.h"
 
 namespace smp::c {
 namespace {
@@ -17,18 +18,9 @@ namespace {
 /// More than any memory has, and so few that no sum or product of libtorch overflows.
 constexpr int64_t kMostElements = int64_t{1} << 56;
 
-const std::vector<std::pair<int32_t, at::ScalarType>>& types() {
-  static const auto* table = new std::vector<std::pair<int32_t, at::ScalarType>>{
-      {SMP_FLOAT32, at::kFloat},    {SMP_FLOAT64, at::kDouble}, {SMP_INT32, at::kInt},
-      {SMP_INT64, at::kLong},       {SMP_INT16, at::kShort},    {SMP_INT8, at::kChar},
-      {SMP_UINT8, at::kByte},       {SMP_BOOL, at::kBool},      {SMP_FLOAT16, at::kHalf},
-      {SMP_BFLOAT16, at::kBFloat16}};
-  return *table;
-}
-
 at::ScalarType type_of(const smp_tensor& tensor, const std::string& what) {
-  for (const auto& [number, type] : types()) {
-    if (number == tensor.dtype) return type;
+  for (const NumberType& known : kNumberTypes) {
+    if (known.dtype == tensor.dtype) return known.type;
   }
   core::fail<UsageError>(what, ": dtype ", tensor.dtype, " is none of smp_dtype. Set it, for ",
                          "example to SMP_FLOAT32");
@@ -218,8 +210,8 @@ void write_tensors(const std::vector<at::Tensor>& results, smp_tensor* tensors, 
 smp_tensor describe(const at::Tensor& tensor) {
   smp_tensor result{};
   result.struct_size = sizeof(smp_tensor);
-  for (const auto& [number, type] : types()) {
-    if (type == tensor.scalar_type()) result.dtype = number;
+  for (const NumberType& known : kNumberTypes) {
+    if (known.type == tensor.scalar_type()) result.dtype = known.dtype;
   }
   SMP_CHECK_WITH(UsageError, result.dtype != 0 && tensor.dim() <= SMP_MAX_DIMS, "a tensor of ",
                  tensor.scalar_type(), " of sizes ", tensor.sizes(),
@@ -250,20 +242,10 @@ void store(const smp_tensor& described, smp_tensor* tensor) {
 }
 
 std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
-  std::vector<at::Tensor> found;
-  const auto add = [&](const c10::IValue& part) {
-    const auto inner = tensors_of(part);
-    found.insert(found.end(), inner.begin(), inner.end());
-  };
-  if (value.isTensor()) {
-    if (value.toTensor().defined()) found.push_back(value.toTensor());
-  } else if (value.isTuple()) {
-    for (const c10::IValue& part : value.toTupleRef().elements()) add(part);
-  } else if (value.isList()) {
-    for (const c10::IValue& part : value.toListRef()) add(part);
-  } else if (value.isGenericDict()) {
-    for (const auto& entry : value.toGenericDict()) add(entry.value());
-  }
+  std::vector<at::Tensor> found = detail::tensors_in(value);
+  found.erase(std::remove_if(found.begin(), found.end(),
+                             [](const auto& tensor) { return !tensor.defined(); }),
+              found.end());
   return found;
 }
 

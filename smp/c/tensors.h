@@ -48,7 +48,7 @@ class DescribedArray {
 /// Stores it where the caller wants it. Throws `UsageError` unless the structure says its size.
 void store(const smp_tensor& described, smp_tensor* tensor);
 
-/// The tensors of a value, in the order in which its structure holds them.
+/// The defined tensors of a value, in the order in which its structure holds them.
 std::vector<at::Tensor> tensors_of(const c10::IValue& value);
 
 }  // namespace smp::c

@@ -1,16 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <array>
 #include <deque>
-#include <list>
 #include <map>
 #include <memory>
-#include <optional>
-#include <tuple>
-#include <unordered_map>
 #include <utility>
-#include <variant>
 #include <vector>
 
 #include "smp/detail/structure.h"
@@ -19,101 +13,37 @@
 /// Makes the result of a step from that of its function. Internal.
 namespace smp::detail {
 
+/// The only type of a list.
+template <class Types>
+struct Only;
+template <class T>
+struct Only<TypeList<T>> {
+  using type = T;
+};
+
+template <class T>
+constexpr auto returned();
+
 /// The type that a step returns for a result of type T: tensors become `StepOutput`s in the same
-/// nesting, anything else a list by microbatch.
+/// nesting, and a struct a tuple of its fields; anything else becomes a list by microbatch.
 template <class T>
-struct Returned;
-template <class T>
-using ReturnedFor = typename Returned<T>::type;
+using ReturnedFor = typename Only<decltype(returned<T>())>::type;
 
-/// The same for a type that holds tensors.
-template <class T, class = void>
-struct ReturnedWithTensors;
-template <class T>
-struct ReturnedWithTensors<T, std::enable_if_t<IsTensor<T>::value>> {
-  using type = StepOutput;
-};
-/// It describes its own content, so it stays an IValue.
-template <>
-struct ReturnedWithTensors<c10::IValue> {
-  using type = std::vector<c10::IValue>;
-};
-template <class T, class A>
-struct ReturnedWithTensors<std::vector<T, A>> {
-  using type = std::vector<ReturnedFor<T>>;
-};
-template <class T, class A>
-struct ReturnedWithTensors<std::deque<T, A>> {
-  using type = std::deque<ReturnedFor<T>>;
-};
-template <class T, class A>
-struct ReturnedWithTensors<std::list<T, A>> {
-  using type = std::list<ReturnedFor<T>>;
-};
-template <class T>
-struct ReturnedWithTensors<c10::List<T>> {
-  using type = std::vector<ReturnedFor<T>>;
-};
-template <class K, class V, class C, class A>
-struct ReturnedWithTensors<std::map<K, V, C, A>> {
-  using type = std::map<K, ReturnedFor<V>, C>;
-};
-template <class K, class V, class H, class E, class A>
-struct ReturnedWithTensors<std::unordered_map<K, V, H, E, A>> {
-  using type = std::unordered_map<K, ReturnedFor<V>, H, E>;
-};
-template <class K, class V>
-struct ReturnedWithTensors<torch::OrderedDict<K, V>> {
-  using type = torch::OrderedDict<K, ReturnedFor<V>>;
-};
-template <class K, class V>
-struct ReturnedWithTensors<c10::Dict<K, V>> {
-  using type = std::map<K, ReturnedFor<V>>;
-};
-template <class T>
-struct ReturnedWithTensors<std::optional<T>> {
-  using type = std::optional<ReturnedFor<T>>;
-};
-template <class T>
-struct ReturnedWithTensors<std::shared_ptr<T>> {
-  using type = std::shared_ptr<ReturnedFor<std::remove_const_t<T>>>;
-};
-template <class T, size_t N>
-struct ReturnedWithTensors<std::array<T, N>> {
-  using type = std::array<ReturnedFor<T>, N>;
-};
-template <class A, class B>
-struct ReturnedWithTensors<std::pair<A, B>> {
-  using type = std::pair<ReturnedFor<A>, ReturnedFor<B>>;
-};
-template <class... T>
-struct ReturnedWithTensors<std::tuple<T...>> {
-  using type = std::tuple<ReturnedFor<T>...>;
-};
-template <class... T>
-struct ReturnedWithTensors<std::variant<T...>> {
-  using type = std::variant<ReturnedFor<T>...>;
-};
-/// A struct becomes a tuple of its fields.
-template <class T>
-struct ReturnedWithTensors<T, std::void_t<decltype(Fields<T>::of(std::declval<T&>()))>> {
-  template <class Types>
-  struct Tuple;
-  template <class... F>
-  struct Tuple<TypeList<F...>> {
-    using type = std::tuple<ReturnedFor<F>...>;
-  };
-  using type = typename Tuple<typename Parts<T>::Types>::type;
-};
+template <class T, class... P>
+constexpr auto returned_of_parts(TypeList<P...>) {
+  return TypeList<typename Parts<T>::template With<ReturnedFor<P>...>>();
+}
 
-template <class T, bool has_tensors>
-struct ReturnedIf : ReturnedWithTensors<T> {};
 template <class T>
-struct ReturnedIf<T, false> {
-  using type = std::vector<T>;
-};
-template <class T>
-struct Returned : ReturnedIf<T, holds_tensors<T>()> {};
+constexpr auto returned() {
+  if constexpr (!holds_tensors<T>() || std::is_same_v<T, c10::IValue>) {
+    return TypeList<std::vector<T>>();  // an IValue describes its own content, so it stays one
+  } else if constexpr (IsTensor<T>::value) {
+    return TypeList<StepOutput>();
+  } else {
+    return returned_of_parts<T>(typename Parts<T>::Types());
+  }
+}
 
 template <class T, class Take>
 ReturnedFor<T> gather(const std::vector<const T*>& results, const Take& take);
@@ -129,13 +59,6 @@ std::vector<const E*> at_place(const std::vector<std::vector<const E*>>& parts, 
   return elements;
 }
 
-/// The only type of a list.
-template <class Types>
-struct Only;
-template <class T>
-struct Only<TypeList<T>> {
-  using type = T;
-};
 template <class T>
 using ElementOf = typename Only<typename Parts<T>::Types>::type;
 
@@ -192,26 +115,12 @@ ReturnedFor<T> gather_holder(const std::vector<const T*>& results, const Take& t
   }
 }
 
-template <class T, class = void>
-struct HasFields : std::false_type {};
-template <class T>
-struct HasFields<T, std::void_t<decltype(Fields<T>::of(std::declval<T&>()))>> : std::true_type {};
-
-template <size_t I, class T>
-const auto& part_of(const T& value) {
-  if constexpr (HasFields<T>::value) {
-    return std::get<I>(Fields<T>::of(value));
-  } else {
-    return std::get<I>(value);
-  }
-}
-
 /// Gathers the part at I of each result.
 template <size_t I, class T, class Take>
 auto gather_part(const std::vector<const T*>& results, const Take& take) {
-  using Part = std::decay_t<decltype(part_of<I>(*results[0]))>;
+  using Part = std::decay_t<decltype(Parts<T>::template get<I>(*results[0]))>;
   std::vector<const Part*> parts;
-  for (const T* result : results) parts.push_back(&part_of<I>(*result));
+  for (const T* result : results) parts.push_back(&Parts<T>::template get<I>(*result));
   return gather(parts, take);
 }
 
@@ -279,17 +188,6 @@ ReturnedFor<T> gather_standard(const std::vector<const T*>& results, const Take&
   return gather(pointers, take);
 }
 
-template <class T>
-constexpr size_t count_parts() {
-  if constexpr (HasFields<T>::value) {
-    return std::tuple_size_v<decltype(Fields<T>::of(std::declval<T&>()))>;
-  } else if constexpr (Parts<T>::kShape == Shape::kChoice) {
-    return std::variant_size_v<T>;
-  } else {
-    return std::tuple_size_v<T>;
-  }
-}
-
 /// Builds a step's result from the function's results by microbatch; `take()` gives the next
 /// tensor's outputs, in the order in which `for_each_tensor` meets them.
 template <class T, class Take>
@@ -312,9 +210,9 @@ ReturnedFor<T> gather(const std::vector<const T*>& results, const Take& take) {
   } else if constexpr (kShape == Shape::kHolder) {
     return gather_holder(results, take);
   } else if constexpr (kShape == Shape::kChoice) {
-    return gather_choice(results, take, std::make_index_sequence<count_parts<T>()>());
+    return gather_choice(results, take, std::make_index_sequence<Parts<T>::kCount>());
   } else {
-    return gather_product(results, take, std::make_index_sequence<count_parts<T>()>());
+    return gather_product(results, take, std::make_index_sequence<Parts<T>::kCount>());
   }
 }
 

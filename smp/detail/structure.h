@@ -77,6 +77,8 @@ enum class Shape {
 
 /// The parts of a type. `Types` lists theirs, and `visit(value, f)` calls `f` for each, which may
 /// change it unless the value is constant. Parts that others may share are copied before that.
+/// `With<T...>` has parts of these types in the same structure, or in the standard library's.
+/// Products and choices have `kCount` parts, and `get<I>(value)`.
 template <class T, class = void>
 struct Parts {
   static constexpr Shape kShape = Shape::kOpaque;
@@ -86,26 +88,30 @@ struct Parts {
 template <class T>
 struct OutOfReach {};
 
-template <class S>
+template <template <class...> class Sequence, class T>
 struct SequenceParts {
   static constexpr Shape kShape = Shape::kSequence;
-  using Types = TypeList<typename S::value_type>;
+  using Types = TypeList<T>;
+  template <class... U>
+  using With = Sequence<U...>;
   template <class V, class Visit>
   static void visit(V& sequence, const Visit& visit) {
     for (auto&& element : sequence) visit(element);
   }
 };
 template <class T, class A>
-struct Parts<std::vector<T, A>> : SequenceParts<std::vector<T, A>> {};
+struct Parts<std::vector<T, A>> : SequenceParts<std::vector, T> {};
 template <class T, class A>
-struct Parts<std::deque<T, A>> : SequenceParts<std::deque<T, A>> {};
+struct Parts<std::deque<T, A>> : SequenceParts<std::deque, T> {};
 template <class T, class A>
-struct Parts<std::list<T, A>> : SequenceParts<std::list<T, A>> {};
+struct Parts<std::list<T, A>> : SequenceParts<std::list, T> {};
 
 template <class T>
 struct Parts<c10::List<T>> {
   static constexpr Shape kShape = Shape::kSequence;
   using Types = TypeList<T>;
+  template <class... U>
+  using With = std::vector<U...>;
   template <class Visit>
   static void visit(const c10::List<T>& list, const Visit& visit) {
     for (size_t i = 0; i < list.size(); ++i) {
@@ -138,6 +144,8 @@ struct MapParts {
 };
 template <class K, class V, class C, class A>
 struct Parts<std::map<K, V, C, A>> : MapParts<std::map<K, V, C, A>, V> {
+  template <class... U>
+  using With = std::map<K, U..., C>;
   template <class U, class Visit>
   static void visit_items(U& map, const Visit& visit) {
     for (auto& [key, element] : map) visit(key, element);
@@ -145,6 +153,8 @@ struct Parts<std::map<K, V, C, A>> : MapParts<std::map<K, V, C, A>, V> {
 };
 template <class K, class V, class H, class E, class A>
 struct Parts<std::unordered_map<K, V, H, E, A>> : MapParts<std::unordered_map<K, V, H, E, A>, V> {
+  template <class... U>
+  using With = std::unordered_map<K, U..., H, E>;
   template <class U, class Visit>
   static void visit_items(U& map, const Visit& visit) {
     using Entry = std::remove_reference_t<decltype(*map.begin())>;
@@ -157,6 +167,8 @@ struct Parts<std::unordered_map<K, V, H, E, A>> : MapParts<std::unordered_map<K,
 };
 template <class K, class V>
 struct Parts<torch::OrderedDict<K, V>> : MapParts<torch::OrderedDict<K, V>, V> {
+  template <class... U>
+  using With = torch::OrderedDict<K, U...>;
   template <class U, class Visit>
   static void visit_items(U& map, const Visit& visit) {
     for (auto& item : map) visit(item.key(), item.value());
@@ -166,6 +178,8 @@ template <class K, class V>
 struct Parts<c10::Dict<K, V>,
              std::enable_if_t<std::is_arithmetic_v<K> || std::is_same_v<K, std::string>>>
     : MapParts<c10::Dict<K, V>, V> {
+  template <class... U>
+  using With = std::map<K, U...>;
   static std::map<K, V> sorted(const c10::Dict<K, V>& dict) {
     std::map<K, V> elements;
     for (const auto& entry : dict) elements.emplace(entry.key(), entry.value());
@@ -191,6 +205,8 @@ template <class T>
 struct Parts<std::optional<T>> {
   static constexpr Shape kShape = Shape::kHolder;
   using Types = TypeList<T>;
+  template <class... U>
+  using With = std::optional<U...>;
   template <class V, class Visit>
   static void visit(V& value, const Visit& visit) {
     if (value) visit(*value);
@@ -208,7 +224,9 @@ constexpr bool can_be_copied() {
 template <class T>
 struct Parts<std::shared_ptr<T>, std::enable_if_t<can_be_copied<T>()>> {
   static constexpr Shape kShape = Shape::kHolder;
-  using Types = TypeList<T>;
+  using Types = TypeList<std::remove_const_t<T>>;
+  template <class... U>
+  using With = std::shared_ptr<U...>;
   template <class Visit>
   static void visit(const std::shared_ptr<T>& pointer, const Visit& visit) {
     if (pointer) visit(std::as_const(*pointer));
@@ -222,48 +240,80 @@ struct Parts<std::shared_ptr<T>, std::enable_if_t<can_be_copied<T>()>> {
   }
 };
 
-template <class P>
-struct TupleParts {
-  static constexpr Shape kShape = Shape::kProduct;
-  template <class V, class Visit>
-  static void visit(V& value, const Visit& visit) {
-    std::apply([&](auto&... part) { (visit(part), ...); }, value);
-  }
-};
-template <class... T>
-struct Parts<std::tuple<T...>> : TupleParts<std::tuple<T...>> {
-  using Types = TypeList<T...>;
-};
-template <class A, class B>
-struct Parts<std::pair<A, B>> : TupleParts<std::pair<A, B>> {
-  using Types = TypeList<A, B>;
-};
-template <class T, size_t N>
-struct Parts<std::array<T, N>> : TupleParts<std::array<T, N>> {
-  using Types = TypeList<T>;
-};
-
 template <class T>
 struct ReferredTypes;
 template <class... T>
 struct ReferredTypes<std::tuple<T&...>> {
   using Types = TypeList<std::remove_const_t<T>...>;
 };
-/// A struct that lists its fields.
-template <class T>
-struct Parts<T, std::void_t<decltype(Fields<T>::of(std::declval<T&>()))>> {
+
+/// `F::of(value)` gives references to the parts.
+template <class T, class F>
+struct ProductParts {
   static constexpr Shape kShape = Shape::kProduct;
-  using Types = typename ReferredTypes<decltype(Fields<T>::of(std::declval<T&>()))>::Types;
+  using References = decltype(F::of(std::declval<T&>()));
+  static constexpr size_t kCount = std::tuple_size_v<References>;
+  using Types = typename ReferredTypes<References>::Types;
+  template <class... U>
+  using With = std::tuple<U...>;
+  template <size_t I>
+  static const auto& get(const T& value) {
+    return std::get<I>(F::of(value));
+  }
   template <class V, class Visit>
-  static void visit(V& object, const Visit& visit) {
-    std::apply([&](auto&... field) { (visit(field), ...); }, Fields<T>::of(object));
+  static void visit(V& value, const Visit& visit) {
+    std::apply([&](auto&... part) { (visit(part), ...); }, F::of(value));
+  }
+};
+
+struct TupleFields {
+  template <class U>
+  static auto of(U& value) {
+    return std::apply([](auto&... part) { return std::tie(part...); }, value);
   }
 };
 
 template <class... T>
+struct Parts<std::tuple<T...>> : ProductParts<std::tuple<T...>, TupleFields> {};
+template <class A, class B>
+struct Parts<std::pair<A, B>> : ProductParts<std::pair<A, B>, TupleFields> {
+  template <class... U>
+  using With = std::pair<U...>;
+};
+/// Lists the type of its elements once, however many there are: a long one must compile, too.
+template <class T, size_t N>
+struct Parts<std::array<T, N>> {
+  static constexpr Shape kShape = Shape::kProduct;
+  static constexpr size_t kCount = N;
+  using Types = TypeList<T>;
+  template <class... U>
+  using With = std::array<U..., N>;
+  template <size_t I>
+  static const auto& get(const std::array<T, N>& value) {
+    return std::get<I>(value);
+  }
+  template <class V, class Visit>
+  static void visit(V& array, const Visit& visit) {
+    for (auto& element : array) visit(element);
+  }
+};
+
+/// A struct that lists its fields.
+template <class T>
+struct Parts<T, std::void_t<decltype(Fields<T>::of(std::declval<T&>()))>>
+    : ProductParts<T, Fields<T>> {};
+
+template <class... T>
 struct Parts<std::variant<T...>> {
   static constexpr Shape kShape = Shape::kChoice;
+  static constexpr size_t kCount = sizeof...(T);
   using Types = TypeList<T...>;
+  template <class... U>
+  using With = std::variant<U...>;
+  template <size_t I>
+  static const auto& get(const std::variant<T...>& value) {
+    return std::get<I>(value);
+  }
   template <class V, class Visit>
   static void visit(V& value, const Visit& visit) {
     std::visit([&](auto& part) { visit(part); }, value);

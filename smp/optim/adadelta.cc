@@ -36,45 +36,9 @@ void AdadeltaOptions::check() const {
   expect(weight_decay() >= 0, "weight_decay", "at least 0", weight_decay());
 }
 
-bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs) {
-  return lhs.lr() == rhs.lr() && lhs.rho() == rhs.rho() && lhs.eps() == rhs.eps() &&
-         lhs.weight_decay() == rhs.weight_decay();
-}
-
-void AdadeltaOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(rho);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-}
-
-void AdadeltaOptions::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, rho);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-}
-
-bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs) {
-  return lhs.step() == rhs.step() && detail::same_tensor(lhs.square_avg(), rhs.square_avg()) &&
-         detail::same_tensor(lhs.acc_delta(), rhs.acc_delta());
-}
-
 AdadeltaParamState::AdadeltaParamState(const torch::Tensor& param)
     : square_avg_(at::zeros_like(param, at::MemoryFormat::Preserve)),
       acc_delta_(at::zeros_like(param, at::MemoryFormat::Preserve)) {}
-
-void AdadeltaParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(square_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(acc_delta);
-}
-
-void AdadeltaParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, square_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, acc_delta);
-}
 
 torch::Tensor Adadelta::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;

@@ -3,7 +3,6 @@
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cstdint>
@@ -14,7 +13,8 @@
 namespace smp::optim {
 
 /// Options of `Adadelta`; the defaults are PyTorch's.
-struct SMP_API AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
+struct SMP_API AdadeltaOptions
+    : public Fieldwise<AdadeltaOptions, torch::optim::OptimizerCloneableOptions<AdadeltaOptions>> {
   AdadeltaOptions(double lr = 1.0) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
   /// Scales the update; the published method has 1.
   TORCH_ARG(double, lr) = 1.0;
@@ -26,19 +26,24 @@ struct SMP_API AdadeltaOptions : public torch::optim::OptimizerCloneableOptions<
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Lists the fields for `Fieldwise`.
+  template <class Of, class Visit>
+  static void visit_fields(Of& of, const Visit& visit) {
+    visit("lr", of.lr());
+    visit("rho", of.rho());
+    visit("eps", of.eps());
+    visit("weight_decay", of.weight_decay());
+  }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
   /// Throws ConfigError for an option out of range.
   void check() const;
 };
 
-SMP_API bool operator==(const AdadeltaOptions& lhs, const AdadeltaOptions& rhs);
-
 /// State of one parameter.
 struct SMP_API AdadeltaParamState
-    : public torch::optim::OptimizerCloneableParamState<AdadeltaParamState> {
+    : public Fieldwise<AdadeltaParamState,
+                       torch::optim::OptimizerCloneableParamState<AdadeltaParamState>> {
   AdadeltaParamState() = default;
   /// That of a parameter before its first step.
   explicit AdadeltaParamState(const torch::Tensor& param);
@@ -50,11 +55,14 @@ struct SMP_API AdadeltaParamState
   TORCH_ARG(torch::Tensor, acc_delta);
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Lists the fields for `Fieldwise`.
+  template <class Of, class Visit>
+  static void visit_fields(Of& of, const Visit& visit) {
+    visit("step", of.step());
+    visit("square_avg", of.square_avg());
+    visit("acc_delta", of.acc_delta());
+  }
 };
-
-SMP_API bool operator==(const AdadeltaParamState& lhs, const AdadeltaParamState& rhs);
 
 /// Adadelta, which libtorch lacks in C++ (M. D. Zeiler, "ADADELTA: An Adaptive Learning Rate
 /// Method", arXiv:1212.5701, algorithm 1):

@@ -59,59 +59,9 @@ void LambOptions::check() const {
                        max_grad_norm());
 }
 
-bool operator==(const LambOptions& lhs, const LambOptions& rhs) {
-  const auto fields = [](const LambOptions& options) {
-    return std::make_tuple(options.lr(), options.betas(), options.eps(), options.weight_decay(),
-                           options.bias_correction(), options.grad_averaging(),
-                           options.adam_w_mode(), options.max_grad_norm(), options.use_nvlamb());
-  };
-  return fields(lhs) == fields(rhs);
-}
-
-void LambOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(bias_correction);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(grad_averaging);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(adam_w_mode);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(max_grad_norm);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(use_nvlamb);
-}
-
-void LambOptions::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, bias_correction);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, grad_averaging);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, adam_w_mode);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, max_grad_norm);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, use_nvlamb);
-}
-
-bool operator==(const LambParamState& lhs, const LambParamState& rhs) {
-  return lhs.step() == rhs.step() && detail::same_tensor(lhs.exp_avg(), rhs.exp_avg()) &&
-         detail::same_tensor(lhs.exp_avg_sq(), rhs.exp_avg_sq());
-}
-
 LambParamState::LambParamState(const torch::Tensor& param)
     : exp_avg_(at::zeros_like(param, at::MemoryFormat::Preserve)),
       exp_avg_sq_(at::zeros_like(param, at::MemoryFormat::Preserve)) {}
-
-void LambParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
-}
-
-void LambParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg_sq);
-}
 
 /// 0 where no group clips.
 double Lamb::norm_of_gradients() const {

@@ -3,7 +3,6 @@
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cstdint>
@@ -17,7 +16,8 @@
 namespace smp::optim {
 
 /// Options of `Lamb`; names and defaults are those of FusedLAMB in NVIDIA's apex.
-struct SMP_API LambOptions : public torch::optim::OptimizerCloneableOptions<LambOptions> {
+struct SMP_API LambOptions
+    : public Fieldwise<LambOptions, torch::optim::OptimizerCloneableOptions<LambOptions>> {
   LambOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
@@ -40,18 +40,28 @@ struct SMP_API LambOptions : public torch::optim::OptimizerCloneableOptions<Lamb
   TORCH_ARG(bool, use_nvlamb) = false;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Lists the fields for `Fieldwise`.
+  template <class Of, class Visit>
+  static void visit_fields(Of& of, const Visit& visit) {
+    visit("lr", of.lr());
+    visit("betas", of.betas());
+    visit("eps", of.eps());
+    visit("weight_decay", of.weight_decay());
+    visit("bias_correction", of.bias_correction());
+    visit("grad_averaging", of.grad_averaging());
+    visit("adam_w_mode", of.adam_w_mode());
+    visit("max_grad_norm", of.max_grad_norm());
+    visit("use_nvlamb", of.use_nvlamb());
+  }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
   /// Throws ConfigError for an option out of range.
   void check() const;
 };
 
-SMP_API bool operator==(const LambOptions& lhs, const LambOptions& rhs);
-
 /// State of one parameter.
-struct SMP_API LambParamState : public torch::optim::OptimizerCloneableParamState<LambParamState> {
+struct SMP_API LambParamState
+    : public Fieldwise<LambParamState, torch::optim::OptimizerCloneableParamState<LambParamState>> {
   LambParamState() = default;
   /// That of a parameter before its first step.
   explicit LambParamState(const torch::Tensor& param);
@@ -63,11 +73,14 @@ struct SMP_API LambParamState : public torch::optim::OptimizerCloneableParamStat
   TORCH_ARG(torch::Tensor, exp_avg_sq);
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Lists the fields for `Fieldwise`.
+  template <class Of, class Visit>
+  static void visit_fields(Of& of, const Visit& visit) {
+    visit("step", of.step());
+    visit("exp_avg", of.exp_avg());
+    visit("exp_avg_sq", of.exp_avg_sq());
+  }
 };
-
-SMP_API bool operator==(const LambParamState& lhs, const LambParamState& rhs);
 
 /// LAMB, for large batches (Y. You et al., "Large Batch Optimization for Deep Learning: Training
 /// BERT in 76 minutes", arXiv:1904.00962, algorithm 2), as in apex's FusedLAMB. With the gradient g

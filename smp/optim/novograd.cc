@@ -56,58 +56,8 @@ void NovoGradOptions::check() const {
                        static_cast<double>(norm_type()));
 }
 
-bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs) {
-  const auto fields = [](const NovoGradOptions& options) {
-    return std::make_tuple(options.lr(), options.betas(), options.eps(), options.weight_decay(),
-                           options.bias_correction(), options.reg_inside_moment(),
-                           options.grad_averaging(), options.norm_type(), options.init_zero());
-  };
-  return fields(lhs) == fields(rhs);
-}
-
-void NovoGradOptions::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(bias_correction);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(reg_inside_moment);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(grad_averaging);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(norm_type);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(init_zero);
-}
-
-void NovoGradOptions::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, bias_correction);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, reg_inside_moment);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, grad_averaging);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, norm_type);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, init_zero);
-}
-
-bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs) {
-  return lhs.step() == rhs.step() && lhs.grad_norm() == rhs.grad_norm() &&
-         detail::same_tensor(lhs.exp_avg(), rhs.exp_avg());
-}
-
 NovoGradParamState::NovoGradParamState(const torch::Tensor& param)
     : exp_avg_(at::zeros_like(param, at::MemoryFormat::Preserve)) {}
-
-void NovoGradParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(grad_norm);
-}
-
-void NovoGradParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(torch::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, grad_norm);
-}
 
 /// Norms of all gradients that exist, each of the order that its group has.
 std::vector<double> NovoGrad::norms_of_gradients() {

@@ -3,7 +3,6 @@
 
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <cstdint>
@@ -16,7 +15,8 @@
 namespace smp::optim {
 
 /// Options of `NovoGrad`; names and defaults are those of FusedNovoGrad in NVIDIA's apex.
-struct SMP_API NovoGradOptions : public torch::optim::OptimizerCloneableOptions<NovoGradOptions> {
+struct SMP_API NovoGradOptions
+    : public Fieldwise<NovoGradOptions, torch::optim::OptimizerCloneableOptions<NovoGradOptions>> {
   NovoGradOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT(google-explicit-constructor)
   TORCH_ARG(double, lr) = 1e-3;
   using betas_t = std::tuple<double, double>;
@@ -38,19 +38,29 @@ struct SMP_API NovoGradOptions : public torch::optim::OptimizerCloneableOptions<
   TORCH_ARG(bool, init_zero) = false;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Lists the fields for `Fieldwise`.
+  template <class Of, class Visit>
+  static void visit_fields(Of& of, const Visit& visit) {
+    visit("lr", of.lr());
+    visit("betas", of.betas());
+    visit("eps", of.eps());
+    visit("weight_decay", of.weight_decay());
+    visit("bias_correction", of.bias_correction());
+    visit("reg_inside_moment", of.reg_inside_moment());
+    visit("grad_averaging", of.grad_averaging());
+    visit("norm_type", of.norm_type());
+    visit("init_zero", of.init_zero());
+  }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { this->lr(lr); }
   /// Throws ConfigError for an option out of range.
   void check() const;
 };
 
-SMP_API bool operator==(const NovoGradOptions& lhs, const NovoGradOptions& rhs);
-
 /// State of one parameter.
 struct SMP_API NovoGradParamState
-    : public torch::optim::OptimizerCloneableParamState<NovoGradParamState> {
+    : public Fieldwise<NovoGradParamState,
+                       torch::optim::OptimizerCloneableParamState<NovoGradParamState>> {
   NovoGradParamState() = default;
   /// That of a parameter before its first step.
   explicit NovoGradParamState(const torch::Tensor& param);
@@ -62,11 +72,14 @@ struct SMP_API NovoGradParamState
   TORCH_ARG(double, grad_norm) = 0;
 
  public:
-  void serialize(torch::serialize::InputArchive& archive) override;
-  void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Lists the fields for `Fieldwise`.
+  template <class Of, class Visit>
+  static void visit_fields(Of& of, const Visit& visit) {
+    visit("step", of.step());
+    visit("exp_avg", of.exp_avg());
+    visit("grad_norm", of.grad_norm());
+  }
 };
-
-SMP_API bool operator==(const NovoGradParamState& lhs, const NovoGradParamState& rhs);
 
 /// NovoGrad, which has one second moment for each parameter (B. Ginsburg et al., "Stochastic
 /// Gradient Methods with Layer-wise Adaptive Moments for Training of Deep Networks",

@@ -22,9 +22,9 @@ using ::testing::HasSubstr;
 
 TEST(SessionStore, IsServedAndReached) {
   int port = 0;
-  const auto served = serve_store(milliseconds(5000), port);
+  const auto served = serve_store(milliseconds(60'000), port);
   EXPECT_GT(port, 0);
-  const auto reached = connect_to_store("127.0.0.1", port, milliseconds(5000));
+  const auto reached = connect_to_store("127.0.0.1", port, milliseconds(60'000));
   served->set("key", "value");
   EXPECT_EQ(reached->get_to_str("key"), "value");
 }

@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -12,6 +11,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/writer.h"
 #include "tests/smp/ema_program.h"
+#include "tests/temp_folder.h"
 
 // smp::Ema: refusals, and its effect on other calls.
 namespace smp {
@@ -23,19 +23,12 @@ using namespace testing::precision;
 /// One rank, or two stages, with a folder.
 class EmaErrors : public ::testing::Test {
  protected:
-  EmaErrors() {
-    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = std::string(::testing::TempDir()) + "/ema_errors." + info->name();
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directories(folder_);
-    torch::set_num_threads(1);
-  }
-  ~EmaErrors() override { std::filesystem::remove_all(folder_); }
+  EmaErrors() { torch::set_num_threads(1); }
 
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+  std::string path(const std::string& name) const { return folder_.file(name); }
 
  private:
-  std::string folder_;
+  const TempFolder folder_;
 };
 
 TEST_F(EmaErrors, ACheckpointWithoutOne) {

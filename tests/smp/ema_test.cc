@@ -3,12 +3,12 @@
 #include <torch/torch.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <ostream>
 #include <string>
 #include <vector>
 
 #include "tests/smp/ema_program.h"
+#include "tests/temp_folder.h"
 
 // smp::Ema: averages equal those of a plain loop in one process, in every layout and across
 // checkpoints.
@@ -29,21 +29,14 @@ std::ostream& operator<<(std::ostream& out, const Case& value) {
 
 class EmaOnRanks : public ::testing::TestWithParam<Case> {
  protected:
-  EmaOnRanks() {
-    const std::string name = ::testing::UnitTest::GetInstance()->current_test_info()->name();
-    folder_ = ::testing::TempDir() + "/ema." + name.substr(0, name.find('/')) + "." +
-              std::to_string(reinterpret_cast<uintptr_t>(this));
-    std::filesystem::create_directories(folder_);
-    torch::set_num_threads(1);
-  }
-  ~EmaOnRanks() override { std::filesystem::remove_all(folder_); }
+  EmaOnRanks() { torch::set_num_threads(1); }
 
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+  std::string path(const std::string& name) const { return folder_.file(name); }
   const Layout& layout() const { return GetParam().layout; }
   const Precision& precision() const { return GetParam().precision; }
 
  private:
-  std::string folder_;
+  const TempFolder folder_;
 };
 
 TEST_P(EmaOnRanks, EqualsThePlainLoop) {

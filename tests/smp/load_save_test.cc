@@ -17,6 +17,7 @@
 #include "optim/state_dict.h"
 #include "tests/checkpoint/content.h"
 #include "tests/smp/recipe.h"
+#include "tests/temp_folder.h"
 
 // A checkpoint that is loaded and saved again is the same one, whatever the program does between,
 // in every layout: nothing that waits for the first step is left out.
@@ -118,16 +119,9 @@ Recipe saved_recipe_of(const Precision& precision) {
 
 class LoadSave : public ::testing::TestWithParam<Case> {
  protected:
-  LoadSave() {
-    const std::string name = ::testing::UnitTest::GetInstance()->current_test_info()->name();
-    folder_ = ::testing::TempDir() + "/load_save." + name.substr(0, name.find('/')) + "." +
-              std::to_string(reinterpret_cast<uintptr_t>(this));
-    std::filesystem::create_directories(folder_);
-    torch::set_num_threads(1);
-  }
-  ~LoadSave() override { std::filesystem::remove_all(folder_); }
+  LoadSave() { torch::set_num_threads(1); }
 
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+  std::string path(const std::string& name) const { return folder_.file(name); }
 
   void run(const Layout& layout, const std::function<void(Program&)>& body,
            const Program::Setup& setup = {}) const {
@@ -174,7 +168,7 @@ class LoadSave : public ::testing::TestWithParam<Case> {
 
  private:
   static std::map<torch::Dtype, std::string> trained_;  // paths of checkpoints
-  std::string folder_;
+  const TempFolder folder_;
 };
 
 std::map<torch::Dtype, std::string> LoadSave::trained_;
@@ -328,11 +322,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, LoadSave, ::testing::ValuesIn(cases()));
 /// An optimizer with the groups that a test gives it.
 class LoadStrictly : public ::testing::Test {
  protected:
-  LoadStrictly() {
-    std::filesystem::remove_all(path_);
-    torch::set_num_threads(1);
-  }
-  ~LoadStrictly() override { std::filesystem::remove_all(path_); }
+  LoadStrictly() { torch::set_num_threads(1); }
 
   /// The names of a group's parameters, and its rate.
   using Groups = std::vector<std::pair<std::set<std::string>, double>>;
@@ -395,7 +385,8 @@ class LoadStrictly : public ::testing::Test {
       "= "
       "false, by which parameters that only one of them has are left out, and every group takes "
       "what was saved with its parameters";
-  const std::string path_ = ::testing::TempDir() + "/load_strictly";
+  const TempFolder folder_;
+  const std::string path_ = folder_.file("saved");
 };
 
 TEST_F(LoadStrictly, RefusesFewerParameters) {

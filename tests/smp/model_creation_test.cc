@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Models that are constructed without memory, against the same models constructed plainly.
 
-#include <unistd.h>
-
-#include <filesystem>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -11,6 +8,7 @@
 #include "graph/allocations.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -305,26 +303,12 @@ TEST_P(ModelCreationTest, PeakIsTheOwnParametersAndTheLargestOne) {
   });
 }
 
-class TemporaryFolder {
- public:
-  TemporaryFolder()
-      : path_(std::filesystem::path(::testing::TempDir()) /
-              ("model_creation_test." + std::to_string(getpid()))) {
-    std::filesystem::create_directories(path_);
-  }
-  ~TemporaryFolder() { std::filesystem::remove_all(path_); }
-  std::string file(const std::string& name) const { return path_ / name; }
-
- private:
-  std::filesystem::path path_;
-};
-
 TEST_P(ModelCreationTest, ValuesLoadedBeforeTheFirstStepCount) {
   const std::function<Mlp()> make = [] { return Mlp(4); };
   const Mlp other = make_plain(make, kInitial + 1);
   const Named loaded = state_of(*other);
   const auto x = torch::randn({4, MlpImpl::kWidth}), y = torch::randn({4, 1});
-  const TemporaryFolder folder;
+  const TempFolder folder;
   run_as_threads(1, stages(1), [&] {
     const DistributedModel<Mlp> model(other);
     save(folder.file("run"), model);

@@ -14,6 +14,7 @@
 #include "smp/init.h"
 #include "smp/save_load.h"
 #include "tests/error_of.h"
+#include "tests/temp_folder.h"
 
 namespace smp {
 
@@ -252,21 +253,13 @@ TEST(Objects, RefuseRanksThatAreNone) {
 /// A folder for files, which goes with it.
 class SavedObjects : public ::testing::Test {
  protected:
-  SavedObjects() {
-    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = std::string(::testing::TempDir()) + "/saved_objects." + info->name();
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directories(folder_);
-  }
-  ~SavedObjects() override { std::filesystem::remove_all(folder_); }
-
-  std::string path() const { return folder_ + "/results"; }
+  std::string path() const { return folder_.file("results"); }
   std::string content() const {
     std::ifstream file(path());
     return {std::istreambuf_iterator<char>(file), {}};
   }
 
-  std::string folder_;
+  const testing::TempFolder folder_;
 };
 
 TEST_F(SavedObjects, ComeBack) {

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -12,9 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "optim/state_dict.h"
+#include "tests/optim/set_state.h"
 #include "tests/smp/tensor_parallel.h"
 #include "tests/smp/tensor_parallel_sharding.h"
+#include "tests/temp_folder.h"
 
 // Optimizers with tensors in their state that are not elementwise, where ranks have parameters in
 // parts. Two ranks have "up" of `DividedModel` divided along its rows, in two blocks, "down"
@@ -121,12 +121,29 @@ struct Undeclared : Factored {
   using Factored::Factored;
 };
 
+/// One that does not declare the factors that it has in the last stage only.
+struct Forgetful : Factored {
+  explicit Forgetful(Tensors parameters) : Factored(std::move(parameters), pp_rank() > 0) {}
+};
+
 /// One that is wrong about its matrix, which each rank has otherwise.
 struct Mistaken : Factored {
   using Factored::Factored;
   torch::Tensor step(LossClosure closure) override {
     Factored::step(std::move(closure));
     for (auto& [key, made] : state()) static_cast<FactoredState&>(*made).shared().add_(tp_rank());
+    return {};
+  }
+};
+
+/// One that is wrong about its matrix where a rank has the second part of a parameter.
+struct MistakenInPart : Counted {
+  using Counted::Counted;
+  torch::Tensor step(LossClosure closure) override {
+    Counted::step(std::move(closure));
+    for (auto& [key, made] : state()) {
+      static_cast<FactoredState&>(*made).shared().add_(tp_rank() * dp_rank());
+    }
     return {};
   }
 };
@@ -173,6 +190,20 @@ template <>
 struct IsElementwise<Undeclared> : std::true_type {};
 template <>
 struct ParamStateOf<Undeclared> : ParamStateOf<Factored> {};
+
+template <>
+struct IsElementwise<Forgetful> : std::true_type {};
+template <>
+struct ParamStateOf<Forgetful> : ParamStateOf<Factored> {};
+template <>
+struct StateLayout<Forgetful> : StateLayout<Counted> {};
+
+template <>
+struct IsElementwise<MistakenInPart> : std::true_type {};
+template <>
+struct ParamStateOf<MistakenInPart> : ParamStateOf<Factored> {};
+template <>
+struct StateLayout<MistakenInPart> : StateLayout<Counted> {};
 
 template <>
 struct IsElementwise<Mistaken> : std::true_type {};
@@ -230,8 +261,7 @@ Result train_plain(const Named& weights, const OptimizerState* from, int first, 
   const auto names = optim::parameter_names(net->named_parameters());
   Optimizer optimizer(parameters);
   if (from != nullptr) {
-    optim::set_state(optimizer, *from, names, optim::Names::kSame,
-                     optim::detail::make_param_state<FactoredState>);
+    optim::set_state(optimizer, *from, names, optim::detail::make_param_state<FactoredState>);
   }
   for (int i = first; i < last; ++i) {
     optimizer.zero_grad();
@@ -329,18 +359,10 @@ void expect_as(const Result& got, const Result& expected) {
 
 class OptimizerStateLayout : public ::testing::TestWithParam<TensorLayout> {
  protected:
-  OptimizerStateLayout() {
-    std::string name = ::testing::UnitTest::GetInstance()->current_test_info()->name();
-    std::replace(name.begin(), name.end(), '/', '.');
-    folder_ = std::string(::testing::TempDir()) + "/optimizer_state_layout." + name;
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directories(folder_);
-  }
-  ~OptimizerStateLayout() override { std::filesystem::remove_all(folder_); }
-  std::string path(const std::string& name) const { return folder_ + "/" + name; }
+  std::string path(const std::string& name) const { return folder_.file(name); }
 
  private:
-  std::string folder_;
+  const TempFolder folder_;
 };
 
 TEST_P(OptimizerStateLayout, StatesAreCutAndJoinedAsTheyLie) {
@@ -421,7 +443,7 @@ TEST(OptimizerStateLayoutOfPlainOptimizers, ChangedByThemselvesBeforeTheFirstSte
     Factored plain(model->parameters());
     const auto optimizer = distributed(plain);
     optim::set_state(plain, start, optim::parameter_names(model.get_module()->named_parameters()),
-                     optim::Names::kSame, optim::detail::make_param_state<FactoredState>);
+                     optim::detail::make_param_state<FactoredState>);
     for (int i = 0; i < kFirst; ++i) {
       optimizer.zero_grad();
       backward(i);
@@ -453,6 +475,40 @@ TEST(OptimizerStateLayoutOfSeveral, EachSaysHowItsOwnLies) {
       if (rank() == 0) saved = states;
     });
   }
+  std::filesystem::remove_all(path);
+}
+
+/// A checkpoint that the second optimizer refuses changes neither the first nor the model.
+TEST(OptimizerStateLayoutOfSeveral, NothingChangesWhereOneRefuses) {
+  const std::string path = std::string(::testing::TempDir()) + "/optimizer_state_layout.refused";
+  const auto run_two = [](const TensorLayout& layout, int steps, const auto& body) {
+    run_model<PlainModel>(layout, [&](auto& model, const auto& backward) {
+      const auto all = model->parameters();
+      DistributedOptimizer<Factored> first(Tensors(all.begin(), all.begin() + 6));
+      DistributedOptimizer<Undeclared> second(Tensors(all.begin() + 6, all.end()));
+      for (int i = 0; i < steps; ++i) {
+        backward(i);
+        first.step();
+        second.step();
+      }
+      body(model, first, CheckpointParts().add(model, first).add(second));
+    });
+  };
+  run_two({1}, 2, [&](const auto&, auto& first, const CheckpointParts& parts) {
+    first.param_groups()[0].options().set_lr(0.5);
+    save(path, parts);
+  });
+  run_two({2}, 1, [&](const auto& model, auto& first, const CheckpointParts& parts) {
+    const Result before{to_map(model->state_dict()), first.state_dict()};
+    expect_has(error_of<CheckpointError>([&] { load(path, parts); }),
+               {"cannot divide the optimizer's state of parameter \"",
+                "\"columns\" has an element for each of the parameter's, here sizes [",
+                "Undeclared> (smp/optim/traits.h)"});
+    const OptimizerState after = first.state_dict();
+    EXPECT_EQ(optim::to_json(after), optim::to_json(before.state));
+    expect_equal(optim::tensors_of(after), optim::tensors_of(before.state), "state");
+    expect_equal(to_map(model->state_dict()), before.weights, "value");
+  });
   std::filesystem::remove_all(path);
 }
 
@@ -489,8 +545,7 @@ TEST(OptimizerStateLayoutOfOneProcess, StridesAreThoseOfElementwiseTensorsOnly) 
   Counted optimizer(parameters);
   optimizer.step({});
   const auto set = [&](const OptimizerState& state) {
-    optim::set_state(optimizer, state, names, optim::Names::kSame,
-                     optim::detail::make_param_state<FactoredState>,
+    optim::set_state(optimizer, state, names, optim::detail::make_param_state<FactoredState>,
                      optim::StateLayout<Counted>::fields());
     return optim::share_state(optimizer, names).params.at("weight").tensors;
   };
@@ -557,6 +612,46 @@ TEST(OptimizerStateLayoutErrors, TensorsThatLieOtherwise) {
     });
   });
   expect_has(scalar, {"\"count\" lies along dimensions [] of it, here sizes [], and is Float[3]"});
+}
+
+/// No rank waits for those of a stage whose states cannot be put together.
+TEST(OptimizerStateLayoutErrors, ThoseOfOneStageReachAllRanks) {
+  std::vector<std::string> texts;
+  std::mutex mutex;
+  const TensorLayout layout{2, 2};
+  run<Forgetful>(layout, [&](auto& rank) {
+    rank.train(0);
+    for (int i = 0; i < 2; ++i) {
+      const auto text = error_of<UsageError>([&] { rank.optimizer.state_dict(); });
+      const std::lock_guard lock(mutex);
+      texts.push_back(text.substr(text.find(']')));  // behind the rank's own number
+    }
+  });
+  ASSERT_EQ(texts.size(), 2U * layout.ranks());
+  for (const auto& text : texts) EXPECT_EQ(text, texts.front());
+  expect_has(texts.front(),
+             {"cannot put the optimizer's state of parameter \"block1.",
+              "has an element for each of the parameter's, here sizes [", "Forgetful>"});
+}
+
+/// Nor for those of ranks that put pieces of one part of a parameter together.
+TEST(OptimizerStateLayoutErrors, ThoseOfOnePartReachAllRanks) {
+  std::vector<std::string> texts;
+  std::mutex mutex;
+  const TensorLayout layout{2, 1, 2};
+  run<MistakenInPart>(
+      layout,
+      [&](auto& rank) {
+        rank.train(0);
+        const auto text = error_of<UsageError>([&] { rank.optimizer.state_dict(); });
+        const std::lock_guard lock(mutex);
+        texts.push_back(text.substr(text.find(']')));  // behind the rank's own number
+      },
+      with_divided_states);
+  ASSERT_EQ(texts.size(), static_cast<size_t>(layout.ranks()));
+  for (const auto& text : texts) EXPECT_EQ(text, texts.front());
+  expect_has(texts.front(), {"together: \"shared\" differs between the ranks ",
+                             "MistakenInPart> says that ranks with these parts"});
 }
 
 TEST(OptimizerStateLayoutErrors, TensorsThatAreNotTheSame) {

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "optim/state_dict.h"
 #include "smp/optim/lamb.h"
+#include "tests/optim/set_state.h"
 #include "tests/smp/sharded_state.h"
 
 // State dictionaries of optimizers by parameter name: full, local and in pieces.

@@ -7,6 +7,7 @@
 
 #include "smp/smp.h"
 #include "tests/smp/models.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -30,18 +31,11 @@ class Resume : public ::testing::TestWithParam<bool> {
  protected:
   void SetUp() override {
     torch::set_num_threads(1);
-    const std::string name = ::testing::UnitTest::GetInstance()->current_test_info()->name();
-    std::string file = name;
-    for (char& c : file) c = c == '/' ? '_' : c;
-    folder_ = ::testing::TempDir() + "smp_resume_" + file;
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directories(folder_);
     torch::manual_seed(3);
     for (int i = 0; i < kResumeSteps; ++i) batches_.push_back(TinyGptImpl::batch(kBatch));
   }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
 
-  std::string path() const { return folder_ + "/step_3"; }
+  std::string path() const { return folder_.file("step_3"); }
 
   /// Trains steps [first, last) and returns their losses; loads before and saves after if asked.
   Losses train(const ResumeLayout& layout, int first, int last, bool load, bool save,
@@ -115,7 +109,7 @@ class Resume : public ::testing::TestWithParam<bool> {
     }
   }
 
-  std::string folder_;
+  const TempFolder folder_;
   std::vector<Tensors> batches_;
 };
 
@@ -173,7 +167,7 @@ TEST_P(Resume, SaysEverythingThatDoesNotFit) {
   const std::string text = load_error(path(), GetParam(), 4);
   EXPECT_NE(text.find("norm3.weight"), std::string::npos) << text;
   EXPECT_NE(text.find("down3.bias"), std::string::npos) << text;
-  EXPECT_NE(load_error(folder_ + "/nothing", GetParam(), 3).find("nothing"), std::string::npos);
+  EXPECT_NE(load_error(folder_.file("nothing"), GetParam(), 3).find("nothing"), std::string::npos);
 }
 
 TEST_P(Resume, NamesATruncatedFile) {

@@ -8,7 +8,7 @@
 
 #include "checkpoint/reader.h"
 #include "comm/threads/run_ranks.h"
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 #include "tests/smp/saved_run.h"
 
 namespace smp::testing {
@@ -94,12 +94,14 @@ TEST_F(SaveAsync, NextSaveWaitsAndLoadDoesToo) {
   EXPECT_TRUE(checkpoint::Reader(path("b")).find_damage(checkpoint::Reader::Section::kAll).empty());
 }
 
-/// A rank at work is not taken for one that is stopped.
+/// A rank at work is not taken for one that is stopped. The time-out is longer than a busy machine
+/// may stop.
 TEST_F(SaveAsync, RanksMayWriteForLongerThanTheTimeOut) {
   comm::run_ranks(2, [](const comm::CommunicatorPtr& world) {
-    world->set_timeout(std::chrono::seconds(2));
+    constexpr std::chrono::seconds kTimeout{12};
+    world->set_timeout(kTimeout);
     const auto results = runtime::together_for_long(*world, [&] {
-      if (world->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(3500));
+      if (world->rank() == 1) std::this_thread::sleep_for(kTimeout + std::chrono::seconds(1));
       return std::to_string(world->rank());
     });
     EXPECT_THAT(results, ::testing::ElementsAre("0", "1"));

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -20,6 +19,7 @@
 #include "runtime/update/optimizer.h"
 #include "tests/smp/models.h"
 #include "tests/smp/training_case.h"
+#include "tests/temp_folder.h"
 
 /// Small runs that save and load, and the ranks' words about it.
 namespace smp::testing {
@@ -38,18 +38,12 @@ struct SavedRun {
 class SavedRunTest : public ::testing::Test {
  protected:
   SavedRunTest() {
-    const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = ::testing::TempDir() + "/" + info->test_suite_name() + "." + info->name();
-    for (char& c : folder_) c = c == '#' ? '_' : c;
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directories(folder_);
     torch::set_num_threads(1);
     torch::manual_seed(3);
     for (int i = 0; i < kBatches; ++i) batches_.push_back(TinyGptImpl::batch(kBatch));
   }
-  ~SavedRunTest() override { std::filesystem::remove_all(folder_); }
 
-  std::string path(const std::string& name = "") const { return folder_ + "/" + name; }
+  std::string path(const std::string& name = "") const { return folder_.file(name); }
 
   /// Plays so many stages and replicas as threads. The seed of the weights is `seed`.
   void run(int stages, int replicas, const std::function<void(SavedRun&)>& body, int seed = 5,
@@ -82,7 +76,7 @@ class SavedRunTest : public ::testing::Test {
   static constexpr int kMicrobatches = 4;
 
  private:
-  std::string folder_;
+  const TempFolder folder_;
   std::vector<std::vector<torch::Tensor>> batches_;
 };
 

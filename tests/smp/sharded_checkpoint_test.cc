@@ -2,10 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <filesystem>
-
 #include "checkpoint/reader.h"
 #include "tests/smp/sharded_state.h"
+#include "tests/temp_folder.h"
 
 // Checkpoints of a sharded optimizer are those of any other.
 namespace smp {
@@ -19,15 +18,9 @@ const auto kAdagrad = recipe<to::Adagrad>(to::AdagradOptions(0.05).initial_accum
 
 class ShardedCheckpoint : public ::testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = ::testing::TempDir() + "smp_sharded_state";
-    std::filesystem::remove_all(folder_);
-    std::filesystem::create_directories(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-  std::string path(int step) const { return folder_ + "/" + std::to_string(step); }
+  std::string path(int step) const { return folder_.file(std::to_string(step)); }
 
-  std::string folder_;
+  const TempFolder folder_;
 };
 
 /// Twelve microbatches in six shards, on any number of ranks, at a constant rate.

@@ -146,6 +146,7 @@ TEST(Stall, ACollectiveThatTheOtherDoesNotCall) {
 
 /// The mistake is `if (rank == 0) evaluate(...)`: the error names the call.
 TEST(Stall, AStepThatOnlyOneRankCalls) {
+  std::promise<void> ends;
   const auto text = error_of_run<CommError>(2, Config().partitions(2).microbatches(2), [&] {
     Mlp net(3);
     DistributedModel<Mlp> model(net);
@@ -153,8 +154,13 @@ TEST(Stall, AStepThatOnlyOneRankCalls) {
         smp::step([&](torch::Tensor x) { return model(x); }, StepOptions().name("evaluate"));
     const auto x = torch::ones({4, MlpImpl::kWidth});
     evaluate(x);
+    if (rank() == 1) {
+      ends.set_value();
+      return;
+    }
+    ends.get_future().wait();
     wait_at_most(std::chrono::seconds(2));
-    if (rank() == 0) evaluate(x);
+    evaluate(x);
   });
   expect_has(text,
              {"all_gather of ", " in call 2 of step function \"evaluate\" was not complete",

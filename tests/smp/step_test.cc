@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <tuple>
 
 #include "tests/smp/step_fixture.h"
@@ -53,6 +54,22 @@ TEST_F(StepTest, ResultsOfEveryStructure) {
     ASSERT_EQ(named.size(), 2u);
     expect_equal(named["twice"].outputs(), twice, "map");
     expect_equal(named["once"].outputs(), out, "map");
+
+    // More numbers than a compiler lists types of.
+    using Numbers = std::array<float, 5000>;
+    auto array = step([&](torch::Tensor x, const Numbers& numbers) {
+      auto y = model(x);
+      return std::make_tuple(std::array<torch::Tensor, 2>{y * 2, y}, std::array<torch::Tensor, 0>(),
+                             numbers);
+    });
+    Numbers numbers{};
+    numbers.back() = 3;
+    const auto [two, none, many] = array(x_, numbers);
+    expect_type<std::array<StepOutput, 2>>(two);
+    expect_equal(two[0].outputs(), twice, "array");
+    expect_equal(two[1].outputs(), out, "array");
+    expect_type<std::array<StepOutput, 0>>(none);
+    EXPECT_EQ(many, (std::vector<Numbers>{numbers, numbers}));
 
     auto nested = step([&](torch::Tensor x) {
       auto y = model(x);

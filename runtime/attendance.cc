@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/save/attendance.h"
+#include "runtime/attendance.h"
 
 #include <ATen/ops/empty.h>
 

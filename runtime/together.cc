@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/save/together.h"
+#include "runtime/together.h"
 
 #include <algorithm>
 #include <set>
 
 #include "core/check.h"
 #include "core/failure.h"
-#include "runtime/save/attendance.h"
+#include "runtime/attendance.h"
 
 namespace smp::runtime {
 namespace {
