@@ -21,7 +21,6 @@ def smp_mpi_test(name, ranks, srcs, deps = [], seconds = 240, tags = [], **kwarg
     program = name + "_program"
     torch_cc_binary(
         name = program,
-        testonly = True,
         srcs = srcs,
         deps = deps + ["//tests:rank_main"],
         **kwargs

@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/config_doc.h"
-
 #include <algorithm>
 #include <array>
 #include <regex>
@@ -8,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/schema.h"
+#include "tools/config_texts.h"
 
 namespace smp::tools {
 namespace {

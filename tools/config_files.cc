@@ -11,8 +11,7 @@
 
 #include "core/env.h"
 #include "core/json.h"
-#include "tools/config_doc.h"
-#include "tools/config_header.h"
+#include "tools/config_texts.h"
 
 int main() {
   try {

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tools/config_header.h"
-
 #include <cctype>
 #include <sstream>
 #include <vector>
 
 #include "core/check.h"
 #include "core/schema.h"
+#include "tools/config_texts.h"
 
 namespace smp::tools {
 namespace {

@@ -4,12 +4,9 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
-#include <charconv>
-#include <cstring>
-#include <functional>
+#include <cstdio>
 #include <set>
 #include <string_view>
-#include <system_error>
 
 #include "tools/launch.h"
 
@@ -71,78 +68,30 @@ std::string report_of_waits(const Failures& failures, const Failure& first) {
                          &first);
 }
 
-std::string signal_text(int signal) {
-  return c10::str("signal ", signal, " (", strsignal(signal), ")");
-}
-
-// Reads a text from its begin. The ranks' output lies between the lines of mpirun, so any length
-// and any character may come.
-class Scanner {
- public:
-  explicit Scanner(std::string_view rest) : rest_(rest) {}
-
-  bool take(std::string_view text) {
-    if (rest_.substr(0, text.size()) != text) return false;
-    rest_.remove_prefix(text.size());
-    return true;
-  }
-  std::string_view take_while(const std::function<bool(char)>& accepts) {
-    const auto* const end = std::find_if_not(rest_.data(), rest_.data() + rest_.size(), accepts);
-    const std::string_view taken = rest_.substr(0, static_cast<size_t>(end - rest_.data()));
-    rest_.remove_prefix(taken.size());
-    return taken;
-  }
-  std::string_view take_digits() { return take_while(is_digit); }
-
-  static bool is_digit(char c) { return c >= '0' && c <= '9'; }
-  static bool is_blank(char c) { return c == ' ' || c == '\n' || c == '\t' || c == '\r'; }
-
- private:
-  std::string_view rest_;
-};
-
-// The rank; nothing for digits that are none, or more than an int holds.
-std::optional<int> rank_of(std::string_view digits) {
-  int rank = 0;
-  const char* const end = digits.data() + digits.size();
-  const auto [stop, error] = std::from_chars(digits.data(), end, rank);
-  return error == std::errc{} && stop == end ? std::optional(rank) : std::nullopt;
-}
-
 // "1 with PID 0 on node vm exited on signal 9 (Killed)"
-std::optional<EndedRank> ended_by_signal(Scanner text) {
-  const auto rank = rank_of(text.take_digits());
-  const bool has_process = text.take(" with PID ") && !text.take_digits().empty();
-  if (!rank || !has_process || !text.take(" on node ")) return std::nullopt;
-  text.take_while([](char c) { return !Scanner::is_blank(c); });
-  if (!text.take(" exited on signal ")) return std::nullopt;
-  const std::string_view signal = text.take_digits();
-  if (signal.empty() || !text.take(" (")) return std::nullopt;
-  const std::string_view name = text.take_while([](char c) { return c != '(' && c != ')'; });
-  if (!text.take(")")) return std::nullopt;
-  return EndedRank{*rank, c10::str("was ended by signal ", signal, " (", name, ")")};
+std::optional<EndedRank> ended_by_signal(const char* text) {
+  int rank = 0, signal = 0, end = 0;
+  char name[64];
+  std::sscanf(text, "%9d with PID %*d on node %*s exited on signal %9d (%63[^()])%n", &rank,
+              &signal, name, &end);
+  if (end == 0) return std::nullopt;
+  return EndedRank{rank, c10::str("was ended by signal ", signal, " (", name, ")")};
 }
 
 // "26449,1],12]\n  Exit code:    7"
-std::optional<EndedRank> ended_by_status(Scanner text) {
-  const bool has_job = !text.take_digits().empty() && text.take(",") &&
-                       !text.take_digits().empty() && text.take("],");
-  const auto rank = rank_of(text.take_digits());
-  if (!has_job || !rank || !text.take("]")) return std::nullopt;
-  text.take_while(Scanner::is_blank);
-  if (!text.take("Exit code:")) return std::nullopt;
-  text.take_while(Scanner::is_blank);
-  const std::string_view status = text.take_digits();
-  if (status.empty()) return std::nullopt;
-  return EndedRank{*rank, c10::str("ended with exit status ", status)};
+std::optional<EndedRank> ended_by_status(const char* text) {
+  int rank = 0, status = 0;
+  if (std::sscanf(text, "%*d,%*d],%9d] Exit code: %9d", &rank, &status) != 2) return std::nullopt;
+  return EndedRank{rank, c10::str("ended with exit status ", status)};
 }
 
-// Finds the first `begin` in `text` after which `read` finds anything.
-std::optional<EndedRank> find_after(std::string_view text, std::string_view begin,
-                                    std::optional<EndedRank> (*read)(Scanner)) {
-  for (size_t at = text.find(begin); at != std::string_view::npos; at = text.find(begin, at)) {
+// Finds the first `begin` in `text` after which `read` finds anything. The ranks' output lies
+// between the lines of mpirun, so any text may come.
+std::optional<EndedRank> find_after(const std::string& text, std::string_view begin,
+                                    std::optional<EndedRank> (*read)(const char*)) {
+  for (size_t at = text.find(begin); at != std::string::npos; at = text.find(begin, at)) {
     at += begin.size();
-    if (auto found = read(Scanner(text.substr(at)))) return found;
+    if (auto found = read(text.c_str() + at)) return found;
   }
   return std::nullopt;
 }

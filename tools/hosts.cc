@@ -2,7 +2,7 @@
 #include "tools/hosts.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <charconv>
 #include <sstream>
 
 #include "core/check.h"
@@ -13,11 +13,11 @@ namespace {
 constexpr const char* kNodeList = "SLURM_JOB_NODELIST";
 constexpr const char* kTasks = "SLURM_TASKS_PER_NODE";
 
-/// A positive number of digits only, or 0.
-int positive_number(const std::string& text) {
-  const bool digits = !text.empty() && text.size() < 10 &&
-                      text.find_first_not_of("0123456789") == std::string::npos;
-  return digits ? std::atoi(text.c_str()) : 0;
+/// A number; negative for any other text.
+int number_of(const std::string& text) {
+  int number = -1;
+  const char* const end = text.data() + text.size();
+  return std::from_chars(text.data(), end, number).ptr == end ? number : -1;
 }
 
 /// The parts between commas that are in no brackets.
@@ -44,13 +44,11 @@ std::vector<std::string> split_at_commas(const std::string& text) {
 std::vector<std::string> expand_range(const std::string& range) {
   const size_t dash = range.find('-');
   const std::string first = range.substr(0, dash);
-  const std::string last = dash == std::string::npos ? first : range.substr(dash + 1);
-  const bool ordered = first.find_first_not_of("0123456789") == std::string::npos &&
-                       last.find_first_not_of("0123456789") == std::string::npos &&
-                       !first.empty() && !last.empty() && std::stol(first) <= std::stol(last);
-  if (!ordered) fail_slurm(kNodeList, range);
+  const int begin = number_of(first);
+  const int end = dash == std::string::npos ? begin : number_of(range.substr(dash + 1));
+  if (begin < 0 || end < begin) fail_slurm(kNodeList, range);
   std::vector<std::string> numbers;
-  for (long number = std::stol(first); number <= std::stol(last); ++number) {
+  for (int number = begin; number <= end; ++number) {
     const std::string digits = std::to_string(number);
     numbers.push_back(std::string(first.size() - std::min(first.size(), digits.size()), '0') +
                       digits);
@@ -80,10 +78,10 @@ std::vector<int> expand_tasks(const std::string& text) {
   std::vector<int> tasks;
   for (const std::string& part : split_at_commas(text)) {
     const size_t open = part.find("(x");
-    const int ranks = positive_number(part.substr(0, open));
+    const int ranks = number_of(part.substr(0, open));
     const bool repeats = open != std::string::npos && part.back() == ')';
-    const int times = repeats ? positive_number(part.substr(open + 2, part.size() - open - 3)) : 1;
-    if (ranks == 0 || times == 0) fail_slurm(kTasks, text);
+    const int times = repeats ? number_of(part.substr(open + 2, part.size() - open - 3)) : 1;
+    if (ranks < 1 || times < 1) fail_slurm(kTasks, text);
     tasks.insert(tasks.end(), times, ranks);
   }
   return tasks;
@@ -95,9 +93,8 @@ std::vector<Host> parse_hosts(const std::string& text, int default_ranks) {
   std::vector<Host> hosts;
   for (const std::string& part : split_at_commas(text)) {
     const size_t colon = part.rfind(':');
-    const Host host{part.substr(0, colon), colon == std::string::npos
-                                               ? default_ranks
-                                               : positive_number(part.substr(colon + 1))};
+    const Host host{part.substr(0, colon),
+                    colon == std::string::npos ? default_ranks : number_of(part.substr(colon + 1))};
     SMP_CHECK_WITH(ConfigError, !host.name.empty() && host.ranks > 0,
                    "--hosts: expected HOST or HOST:RANKS, separated by commas, got ",
                    part.empty() ? "nothing" : part, " in ", text, ".");

@@ -20,12 +20,9 @@ namespace {
 // in a folder that mpirun is told to change to.
 bool is_here(const LaunchOptions& options, const LaunchContext& context,
              const LaunchCommand& command) {
-  const auto names_folder = [](const std::string& word) {
-    for (const char* name : {"-wdir", "--wdir", "-wd", "--wd", "-path", "--path"}) {
-      if (word == name) return true;
-    }
-    return false;
-  };
+  static const std::set<std::string> kFolder = {"-wdir", "--wdir", "-wd",
+                                                "--wd",  "-path",  "--path"};
+  const auto names_folder = [](const std::string& word) { return kFolder.count(word) > 0; };
   const auto own_options = command.arguments.end() - options.program.size();
   return is_on_this_host(options, context) &&
          std::none_of(command.arguments.begin(), own_options, names_folder);
@@ -71,7 +68,7 @@ std::string why_late(const std::string& folder, int ranks, std::chrono::seconds 
 std::chrono::nanoseconds ask_to_stop(const std::string& folder, const LaunchCommand& command) {
   const auto config = noted_configuration(folder);
   // On several hosts it is not known before whether rank 0 sees the folder.
-  const double planned = command.shows_arrivals ? command.preempt_seconds : 0;
+  const double planned = command.shows_arrivals ? command.config.preempt_seconds() : 0;
   const double seconds = config ? config->preempt_seconds() : planned;
   if (seconds == 0 || !core::ask_to_stop(folder)) return std::chrono::nanoseconds(0);
   std::cerr << "smprun: asks the job to stop, within " << seconds << " s\n";
@@ -113,10 +110,11 @@ JobRun run_job(const LaunchOptions& options, LaunchContext context, const std::s
   if (is_here(options, context, command)) check_program(options.program.front());
   JobRun run;
   run.ranks = command.ranks;
-  run.planned_recovery = command.recovery;
   run.result = runner.run(command, supervise(options, command, folder.path()));
   run.noted = core::read_progress(folder.path());
-  run.config = noted_configuration(folder.path());
+  const auto noted_config = noted_configuration(folder.path());
+  run.config_is_noted = noted_config.has_value();
+  run.config = noted_config.value_or(command.config);
   const int status = run.result.exit_status;
   run.is_preempted =
       core::is_stopping(folder.path()) && (status == 0 || status == kPreemptedStatus);

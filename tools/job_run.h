@@ -19,13 +19,12 @@ struct JobRun {
   ProcessResult result;
   std::string report;                      ///< report of its failure; empty: it has not failed
   std::optional<core::JobProgress> noted;  ///< how far it came
-  std::optional<Config> config;            ///< that was in effect, if rank 0 could note it
-  std::string planned_recovery;            ///< recovery as far as the launcher knows
+  Config config;  ///< that was in effect, if rank 0 could note it; else as the launcher knows it
+  bool config_is_noted = false;
   int ranks = 0;
   /// Whether it has stopped by itself because it was asked to.
   bool is_preempted = false;
 
-  std::string recovery() const { return config ? config->recovery() : planned_recovery; }
   /// The launcher's last words about a job that is preempted.
   std::string preemption_report() const;
 };

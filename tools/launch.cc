@@ -290,12 +290,8 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
   if (!context.backtraces) command.environment.emplace_back(kSignalsWithStack, "");
   mpirun.append(options.program);
   command.ranks = ranks;
-  if (model_parallel) {
-    command.recovery = distribution->config.recovery();
-    command.timeout_seconds = distribution->config.timeout_seconds();
-    command.preempt_seconds = distribution->config.preempt_seconds();
-  }
-  command.outlives_sigterm = command.preempt_seconds > 0;
+  if (model_parallel) command.config = distribution->config;
+  command.outlives_sigterm = command.config.preempt_seconds() > 0;
   command.shows_arrivals = !data_parallel && is_on_one_host(mpirun, context, hosts);
   command.arguments = mpirun.take();
   return command;
@@ -304,7 +300,8 @@ LaunchCommand plan_launch(const LaunchOptions& options, const LaunchContext& con
 std::chrono::seconds start_limit(const LaunchOptions& options, const LaunchCommand& command) {
   constexpr std::chrono::seconds kDefault{600};
   if (options.start_timeout) return std::chrono::seconds(*options.start_timeout);
-  return std::max(kDefault, std::chrono::seconds(std::llround(2 * command.timeout_seconds)));
+  return std::max(kDefault,
+                  std::chrono::seconds(std::llround(2 * command.config.timeout_seconds())));
 }
 
 std::vector<Host> hosts_of(const LaunchOptions& options, const LaunchContext& context) {
@@ -382,14 +379,15 @@ std::string shell_text(const LaunchCommand& command) {
   return line;
 }
 
+std::string signal_text(int signal) {
+  return c10::str("signal ", signal, " (", strsignal(signal), ")");
+}
+
 std::string explain_exit(int exit_status) {
-  if (exit_status > 128 && exit_status < 128 + 65) {
-    const int signal = exit_status - 128;
-    return c10::str("mpirun ended with exit status ", exit_status,
-                    ", as it does when a rank is ended by signal ", signal, " (", strsignal(signal),
-                    ")");
-  }
-  return c10::str("mpirun ended with exit status ", exit_status);
+  const std::string text = c10::str("mpirun ended with exit status ", exit_status);
+  const int signal = exit_status - 128;
+  if (signal <= 0 || signal > 64) return text;
+  return text + ", as it does when a rank is ended by " + signal_text(signal);
 }
 
 }  // namespace smp::tools

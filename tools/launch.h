@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/restart.h"
+#include "smp/config.h"
 #include "tools/hosts.h"
 #include "tools/shrink.h"
 
@@ -82,10 +83,7 @@ struct LaunchContext {
 /// A command as an argument vector; no shell is involved.
 struct LaunchCommand {
   int ranks = 0;  ///< that it starts
-  // Parts of the configuration, as far as the launcher knows them:
-  std::string recovery = "off";
-  double timeout_seconds = 0;
-  double preempt_seconds = 0;
+  Config config;  ///< the part that the launcher knows
   /// Whether SIGTERM to the command itself is left to the launcher.
   bool outlives_sigterm = false;
   /// Whether its ranks call `smp::init`, where the launcher sees it.
@@ -134,6 +132,9 @@ std::string shell_quoted(const std::string& text);
 
 /// The command as a line that can be pasted into a POSIX shell.
 std::string shell_text(const LaunchCommand& command);
+
+/// "signal 15 (Terminated)".
+std::string signal_text(int signal);
 
 /// The meaning of mpirun's exit status (0 to 255): how the ranks ended.
 std::string explain_exit(int exit_status);

@@ -21,7 +21,7 @@ Places::Places(const LaunchOptions& options, LaunchContext& context, CommandRunn
 Restarts::Decision Places::decide(const JobRun& run, Restarts::Decision decision) {
   if (!decision.again) return decision;
   // Before all ranks have met none is known to be lost.
-  const bool shrinks = run.config && run.recovery() == "shrink";
+  const bool shrinks = run.config_is_noted && run.config.recovery() == "shrink";
   const int needed = std::min(run.ranks, at_first_);  // ranks may share places
   look_for_hosts(needed);
   if (!shrinks) wait_for_hosts(needed);
@@ -92,7 +92,7 @@ std::string Places::too_few(int places) const {
 
 /// Takes a layout with fewer ranks; why there is none, or nothing.
 std::string Places::shrink(const JobRun& run) {
-  Config config = *run.config;
+  Config config = run.config;
   const int most = run.ranks <= at_first_ ? count() : run.ranks * count() / at_first_;
   auto layout = tools::shrink(config, run.ranks);
   while (layout && layout->ranks > most) {

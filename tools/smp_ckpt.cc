@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cinttypes>
 #include <cstdio>
-#include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -17,7 +16,7 @@
 #include "tools/checkpoint_commands.h"
 #include "tools/checkpoint_source.h"
 #include "tools/checkpoint_text.h"
-#include "tools/version_option.h"
+#include "tools/program.h"
 
 namespace {
 
@@ -27,7 +26,7 @@ using smp::tools::CheckpointSource;
 
 constexpr const char* kInput =
     "A checkpoint, a .safetensors file, or a state dictionary of torch.save";
-constexpr int kFoundStatus = 1, kErrorStatus = 2;
+constexpr int kFoundStatus = 1;
 
 struct Options {
   std::string input;
@@ -171,7 +170,7 @@ int main(int argc, char** argv) {
   diffs->add_option("--lines", options.lines, "How many differences are shown")
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  try {
+  return smp::tools::status_of([&] {
     if (lists->parsed()) return list(options);
     if (inspects->parsed()) return inspect(options);
     if (verifies->parsed()) return verify(options);
@@ -179,10 +178,5 @@ int main(int argc, char** argv) {
     if (merges->parsed()) return merge(options);
     if (reshards->parsed() || converts->parsed()) return convert(options);
     return diff(options);
-  } catch (const smp::Error& error) {
-    std::cerr << error.what_without_backtrace() << "\n";
-  } catch (const std::exception& error) {  // libtorch's, the file system's, memory's
-    std::cerr << smp::core::error_text(error.what()) << "\n";
-  }
-  return kErrorStatus;
+  });
 }

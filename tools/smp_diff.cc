@@ -2,17 +2,15 @@
 // smp_diff: compares the results of two runs, operator by operator. docs/recovery.md
 
 #include <CLI/CLI.hpp>
-#include <exception>
 #include <iostream>
 #include <string>
 
-#include "core/check.h"
 #include "graph/hash_log.h"
 #include "tools/hash_diff.h"
-#include "tools/version_option.h"
+#include "tools/program.h"
 
 int main(int argc, char** argv) {
-  constexpr int kFoundStatus = 1, kErrorStatus = 2;
+  constexpr int kFoundStatus = 1;
   std::string first, second;
   CLI::App app{
       "Compares what two runs computed, as \"record_hashes\" recorded it; docs/recovery.md.\n"
@@ -22,15 +20,10 @@ int main(int argc, char** argv) {
   app.add_option("first", first, "The folder of a run's hashes")->required();
   app.add_option("second", second, "That of another run")->required();
   CLI11_PARSE(app, argc, argv);
-  try {
+  return smp::tools::status_of([&] {
     smp::graph::HashLogReader a(first), b(second);
     const auto comparison = smp::tools::compare_hashes(a, b);
     std::cout << comparison.text;
     return comparison.are_equal ? 0 : kFoundStatus;
-  } catch (const smp::Error& error) {
-    std::cerr << error.what_without_backtrace() << "\n";
-  } catch (const std::exception& error) {  // libtorch's, the file system's, memory's
-    std::cerr << smp::core::error_text(error.what()) << "\n";
-  }
-  return kErrorStatus;
+  });
 }

@@ -4,7 +4,6 @@
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstring>
-#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
@@ -23,14 +22,12 @@
 #include "tools/forecast.h"
 #include "tools/plan_page.h"
 #include "tools/plan_text.h"
+#include "tools/program.h"
 #include "tools/schedule_view.h"
-#include "tools/version_option.h"
 
 namespace {
 
 using smp::Config;
-
-constexpr int kErrorStatus = 2;
 
 struct Options {
   std::string graph;
@@ -204,14 +201,9 @@ int main(int argc, char** argv) {
       ->excludes(compare);
   CLI11_PARSE(app, argc, argv);
   if (options.title.empty()) options.title = std::filesystem::path(options.graph).stem().string();
-  try {
+  return smp::tools::status_of([&] {
     const Config config = parameters.over(options.config);
     write(shown(options, config), options.output);
     return 0;
-  } catch (const smp::Error& error) {
-    std::cerr << error.what_without_backtrace() << "\n";
-  } catch (const std::exception& error) {  // libtorch's, the file system's, memory's
-    std::cerr << smp::core::error_text(error.what()) << "\n";
-  }
-  return kErrorStatus;
+  });
 }

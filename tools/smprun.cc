@@ -11,7 +11,6 @@
 #include <string>
 #include <string_view>
 
-#include "core/check.h"
 #include "core/config_file.h"
 #include "core/env.h"
 #include "core/host.h"
@@ -25,8 +24,8 @@
 #include "tools/launch.h"
 #include "tools/places.h"
 #include "tools/process.h"
+#include "tools/program.h"
 #include "tools/restarts.h"
-#include "tools/version_option.h"
 
 extern char** environ;
 
@@ -57,7 +56,7 @@ int run_until_the_end(LaunchOptions options, LaunchContext& context, CommandRunn
   Places places(options, context, runner);
   for (;;) {
     const JobRun run = run_job(options, context, temporary_folder(), runner);
-    has_copies = has_copies || !run.config || run.recovery() != "off";
+    has_copies = has_copies || !run.config_is_noted || run.config.recovery() != "off";
     std::cout.flush();  // the last line on the screen shall be the cause
     if (run.is_preempted) {
       std::cerr << run.preemption_report();
@@ -66,7 +65,8 @@ int run_until_the_end(LaunchOptions options, LaunchContext& context, CommandRunn
     const int status = run.result.exit_status;
     std::cerr << run.report;
     if (status == 0 || run.result.forwarded_signal != 0 || run.result.asked_to_stop) return status;
-    const auto decision = places.decide(run, restarts.after(run.noted, run.recovery() != "off"));
+    const auto decision =
+        places.decide(run, restarts.after(run.noted, run.config.recovery() != "off"));
     std::cerr << decision.text;
     const int waited = decision.again ? runner.wait(decision.wait) : 0;
     if (const int signal = std::max(places.signal(), waited)) {
@@ -212,11 +212,8 @@ int main(int argc, char** argv) {
               << app.help();
     return kUsageStatus;
   }
-  try {
+  return smp::tools::status_of([&] {
     read_config_pipe(options);
     return launch(options, dry_run);
-  } catch (const smp::Error& error) {
-    std::cerr << error.what_without_backtrace() << "\n";
-    return kUsageStatus;
-  }
+  });
 }

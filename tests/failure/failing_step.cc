@@ -9,19 +9,22 @@
 #include <csignal>
 #include <cstdint>
 #include <cstdlib>
-#include <fstream>
-#include <functional>
 #include <iostream>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
+#include "core/status_reader.h"
 #include "smp/smp.h"
 #include "tests/failure/patience.h"
+#include "tests/failure/stopped.h"
 #include "tests/smp/models.h"
 
 namespace {
 
+using smp::testing::processes_of_ranks;
+using smp::testing::sleep_until;
+using smp::testing::state_of;
+using smp::testing::stop_one;
 using smp::testing::wait_at_most;
 
 /// A process that this rank forks, and that ends as a rank must not.
@@ -35,48 +38,20 @@ void fork_one(bool throws) {
             << (throws ? WTERMSIG(status) : WEXITSTATUS(status)) << std::endl;
 }
 
-/// The system's record of a process.
-struct ProcessState {
-  char letter = ' ';
-  int64_t ticks = 0;  ///< ticks of the clock for which it has computed
-};
-
-ProcessState state_of(int process) {
-  std::ifstream in("/proc/" + std::to_string(process) + "/stat");
-  ProcessState result;
-  std::string skipped;
-  in >> skipped >> skipped >> result.letter;
-  for (int i = 4; i < 14; ++i) in >> skipped;
-  in >> result.ticks;
-  return result;
-}
-
-void sleep_until(const std::function<bool()>& holds) {
-  while (!holds()) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-}
-
-/// The process of the last rank, whose number all ranks tell each other.
-int culprits_process() {
-  return smp::allgather(static_cast<int>(getpid()), smp::CommGroup::kWorld).back();
-}
-
-/// Stops one rank. The other returns when it has, so that all that it waits for is that one.
-void stop_one(bool culprit) {
-  const int process = culprits_process();
-  if (culprit) {
-    kill(getpid(), SIGSTOP);
-    return;
-  }
-  sleep_until([&] { return state_of(process).letter == 'T'; });
-}
-
 /// One rank computes for ever. The other returns when it does.
 void busy_one(bool culprit) {
-  const int process = culprits_process();
+  const int process = processes_of_ranks().back();
   for (volatile bool busy = true; culprit && busy;) {
   }
   const int64_t before = state_of(process).ticks;
   sleep_until([&] { return state_of(process).ticks > before + 10; });
+}
+
+/// Whether a rank waits for the end of the job.
+bool is_at_the_end(int rank) {
+  const auto job = smp::core::read_own_job();
+  const auto* status = job ? job->find(rank) : nullptr;
+  return status != nullptr && status->is_waiting() && status->action == "smp::shutdown";
 }
 
 void train(const std::string& how) {
@@ -128,7 +103,7 @@ void train(const std::string& how) {
       if (culprit) kill(getpid(), SIGKILL);
       smp::barrier();
     }
-    if ((how == "stop" || how == "pause") && steps == 1) stop_one(culprit);
+    if ((how == "stop" || how == "pause") && steps == 1) stop_one(smp::size() - 1);
     if (how == "busy" && steps == 1) busy_one(culprit);
     if ((how == "stop" || how == "busy") && steps == 1) wait_at_most(std::chrono::seconds(1));
     if (how == "saves_alone" && !culprit && steps == 1) smp::save("saved_alone", model);
@@ -139,16 +114,19 @@ void train(const std::string& how) {
     step(batch[0], batch[1]);
   }
   if (how == "stop_at_end") {
-    stop_one(culprit);
+    stop_one(smp::size() - 1);
     wait_at_most(std::chrono::seconds(1));
   }
   if (how == "closes_files") {
     smp::barrier();
-    wait_at_most(std::chrono::seconds(2));
+    wait_at_most(std::chrono::seconds(12));  // longer than a busy machine may stop before the end
   }
   if (how == "steps_at_end") {
     smp::barrier();
-    if (!culprit) wait_at_most(std::chrono::seconds(3));
+    if (!culprit) {
+      sleep_until([] { return is_at_the_end(smp::size() - 1); });
+      wait_at_most(std::chrono::seconds(3));
+    }
     const auto batch = smp::testing::TinyGptImpl::batch(4);
     if (!culprit) step(batch[0], batch[1]);
     return;  // the job ends after main()

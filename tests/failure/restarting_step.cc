@@ -48,6 +48,7 @@
 #include "tests/action_hook.h"
 #include "tests/checkpoint/file_calls.h"
 #include "tests/failure/patience.h"
+#include "tests/failure/stopped.h"
 #include "tests/smp/models.h"
 
 namespace {
@@ -115,14 +116,13 @@ bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
 
 /// All ranks call it: the others wait for that rank then, and for each other's next calls, which
 /// come at once.
-void stop_one(int rank) {
+void stop_and_wait(int rank) {
   constexpr std::chrono::seconds kLimit{5};
   auto& copies = smp::runtime::CheckpointContext::of(smp::runtime::Runtime::get());
   copies.finish();
+  smp::testing::stop_one(rank);
   copies.group()->set_timeout(kLimit);
   smp::testing::wait_at_most(kLimit);
-  smp::barrier();
-  if (smp::rank() == rank) kill(getpid(), SIGSTOP);
 }
 
 using Model = smp::DistributedModel<TinyGpt>;
@@ -178,7 +178,7 @@ int train(const std::string& folder, const Mark& mark) {
     optimizer.zero_grad();
     step(smp::shard(batch[0]), smp::shard(batch[1]));
     if (is_due(mark, "update", done)) die();
-    if (mark.where == "stop" && mark.step == done) stop_one(mark.rank);
+    if (mark.where == "stop" && mark.step == done) stop_and_wait(mark.rank);
     optimizer.step();
     const std::string content = nlohmann::json{{"saved_at", done + 1}}.dump();
     if ((done + 1) % 2 == 0 && (!keeps_copies || done + 1 >= steps - 2)) {

@@ -15,6 +15,7 @@
 #include "checkpoint/safetensors.h"
 #include "checkpoint/writer.h"
 #include "tests/command.h"
+#include "tests/temp_folder.h"
 
 namespace smp::tools {
 namespace {
@@ -29,17 +30,15 @@ using ::testing::StartsWith;
 
 class SmpCkpt : public ::testing::Test {
  protected:
-  SmpCkpt() : folder_(fs::path(::testing::TempDir()) / "smp_ckpt") {
+  SmpCkpt() {
     at::set_num_threads(1);
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
     torch::manual_seed(1);
     weight_ = torch::randn({3, 4});
     bias_ = torch::randn({4}).to(torch::kBFloat16);
     save("step_1_partial", 1);
   }
 
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string path(const std::string& name) const { return folder_.file(name); }
 
   void save(const std::string& name, int64_t step) {
     checkpoint::Shard one, two;
@@ -56,7 +55,7 @@ class SmpCkpt : public ::testing::Test {
     run.step = step;
     run.user_content = {{"epoch", 5}};
     writer.commit({writer.write_shard(0, 2, one), writer.write_shard(1, 2, two)}, run);
-    checkpoint::update_newest(folder_.string(), name);
+    checkpoint::update_newest(folder_.path(), name);
   }
 
   static Outcome run(const std::string& arguments) {
@@ -71,13 +70,13 @@ class SmpCkpt : public ::testing::Test {
 
   const torch::Tensor master_ = torch::tensor({1.001f, 2.002f, 3.003f, 4.004f});
   torch::Tensor weight_, bias_;
-  fs::path folder_;
+  const smp::testing::TempFolder folder_;
 };
 
 TEST_F(SmpCkpt, ListsAFolder) {
   save("step_2_partial", 2);
   fs::remove(path("step_1_partial/model-00001-of-00002.safetensors"));
-  const Outcome listed = expect_done("list " + folder_.string());
+  const Outcome listed = expect_done("list " + folder_.path());
   EXPECT_THAT(listed.output,
               AllOf(HasSubstr("step_1_partial: checkpoint \""), HasSubstr("is incomplete"),
                     HasSubstr("step_2_partial: step 2, 0.0 MiB in 3 files, model and optimizer "
@@ -368,7 +367,7 @@ TEST_F(SmpCkpt, ShowsNamesOnOneLineEach) {
   fs::rename(path("c"), path("c\x1b[2J"));
   const std::string folder = path("c\x1b[2J");
   for (const std::string& command :
-       {"list " + folder_.string(), "inspect --tensors '" + folder + "'", "verify '" + folder + "'",
+       {"list " + folder_.path(), "inspect --tensors '" + folder + "'", "verify '" + folder + "'",
         "inspect --tensors --format json '" + folder + "'", "hashes '" + folder + "'",
         "diff '" + folder + "' " + path("step_1_partial")}) {
     const std::string output = run(command).output;

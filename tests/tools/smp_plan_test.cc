@@ -18,6 +18,7 @@
 #include "tests/command.h"
 #include "tests/page_data.h"
 #include "tests/smp/models.h"
+#include "tests/temp_folder.h"
 #include "tools/forecast.h"
 
 namespace smp::tools {
@@ -34,13 +35,9 @@ std::string contents(const fs::path& path) {
 
 class SmpPlan : public ::testing::Test {
  protected:
-  SmpPlan() : folder_(fs::path(::testing::TempDir()) / "smp_plan") {
-    at::set_num_threads(1);
-    fs::remove_all(folder_);
-    fs::create_directories(folder_);
-  }
+  SmpPlan() { at::set_num_threads(1); }
 
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  std::string path(const std::string& name) const { return folder_.file(name); }
 
   /// Trains a step on `ranks` ranks, which saves the graph.
   std::string save_graph(int ranks) const {
@@ -77,7 +74,7 @@ class SmpPlan : public ::testing::Test {
     return json::parse(outcome.output);
   }
 
-  fs::path folder_;
+  const smp::testing::TempFolder folder_;
 };
 
 TEST_F(SmpPlan, DrawsASchedule) {

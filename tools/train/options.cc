@@ -4,7 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <map>
 
-#include "tools/version_option.h"
+#include "tools/program.h"
 
 namespace smp::tools::train {
 namespace {
@@ -36,20 +36,18 @@ void add_data(CLI::App& app, Options& options) {
              "Of the data: safetensors (default), tokens (raw numbers) or idx (MNIST)");
   app.add_option("--labels", options.labels, "The labels, for --format idx");
   app.add_option("--token-type", reading.token_type, "The numbers, for --format tokens")
-      ->check(CLI::IsMember({"uint8", "uint16", "int32", "int64"}))
-      ->capture_default_str();
+      ->check(CLI::IsMember({"uint8", "uint16", "int32", "int64"}));
   app.add_option("--sequence", reading.sequence, "Tokens of a sample, for --format tokens")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->default_str("");
   app.add_flag("--shift", reading.shift,
                "The target of a token is the next one, not itself, for --format tokens");
   app.add_option("--inputs", options.inputs,
                  "Tensors of the data that the model is given, in its order: a,b; or by the names "
                  "of its arguments: input_ids=a,mask=b")
       ->delimiter(',')
-      ->allow_extra_args(false)
-      ->capture_default_str();
-  app.add_option("--target", options.target, "The tensor of the data that the loss compares with")
-      ->capture_default_str();
+      ->allow_extra_args(false);
+  app.add_option("--target", options.target, "The tensor of the data that the loss compares with");
   app.add_option("--eval-data", options.eval_data, "Samples to evaluate on");
   app.add_option("--eval-labels", options.eval_labels, "Their labels, for --format idx");
 }
@@ -62,78 +60,63 @@ void add_loss(CLI::App& app, Options& options) {
   app.add_option("--output", options.output,
                  "Which of the model's results: a number, or a key; without it the result is "
                  "one tensor");
-  app.add_option("--ignore-index", loss.ignore_index, "Targets of cross_entropy that do not count")
-      ->capture_default_str();
-  app.add_option("--class-axis", loss.class_axis, "The axis of the classes, for cross_entropy")
-      ->capture_default_str();
+  app.add_option("--ignore-index", loss.ignore_index, "Targets of cross_entropy that do not count");
+  app.add_option("--class-axis", loss.class_axis, "The axis of the classes, for cross_entropy");
 }
 
 void add_optimizer(CLI::App& app, OptimizerOptions& optimizer) {
   app.add_option("--optimizer", optimizer.name, "adamw, adam or sgd")
-      ->check(CLI::IsMember({"adamw", "adam", "sgd"}))
-      ->capture_default_str();
-  app.add_option("--lr", optimizer.lr, "The highest learning rate")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->check(CLI::IsMember({"adamw", "adam", "sgd"}));
+  app.add_option("--lr", optimizer.lr, "The highest learning rate")->check(CLI::NonNegativeNumber);
   app.add_option("--weight-decay", optimizer.weight_decay,
                  "Of parameters with two dimensions or more; default 0.01 for adamw, else 0")
       ->check(CLI::NonNegativeNumber);
   app.add_flag("--decay-all", optimizer.decay_all, "Weight decay of all parameters");
   app.add_option("--betas", optimizer.betas, "Of adamw and adam: 0.9,0.999")->delimiter(',');
-  app.add_option("--eps", optimizer.eps, "Of adamw and adam")->capture_default_str();
-  app.add_option("--momentum", optimizer.momentum, "Of sgd")->capture_default_str();
+  app.add_option("--eps", optimizer.eps, "Of adamw and adam");
+  app.add_option("--momentum", optimizer.momentum, "Of sgd");
   app.add_option("--clip", optimizer.clip, "The largest norm of all gradients; 0: any")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->check(CLI::NonNegativeNumber);
 }
 
 void add_schedule(CLI::App& app, ScheduleOptions& schedule) {
   app.add_option("--schedule", schedule.shape, "Of the learning rate: constant, cosine or linear")
-      ->check(CLI::IsMember({"constant", "cosine", "linear"}))
-      ->capture_default_str();
+      ->check(CLI::IsMember({"constant", "cosine", "linear"}));
   app.add_option("--warmup", schedule.warmup, "Steps in which the rate rises")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--final-rate", schedule.final_rate,
                  "Where cosine and linear end, as a fraction of --lr")
-      ->check(CLI::Range(0.0, 1.0))
-      ->capture_default_str();
+      ->check(CLI::Range(0.0, 1.0));
   app.add_option("--schedule-steps", schedule.steps, "Where they end; default: --steps")
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->default_str("");
 }
 
 void add_run(CLI::App& app, Options& options) {
   app.add_option("--steps", options.steps, "Updates in all")
       ->required()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->default_str("");
   app.add_option("--batch-size", options.batch_size, "Samples of a step, all replicas together")
       ->required()
-      ->check(CLI::PositiveNumber);
+      ->check(CLI::PositiveNumber)
+      ->default_str("");
   app.add_option("--seed", options.seed, "Of the order of samples, and of random operators")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--folder", options.folder,
                  "Where checkpoints and the trained model go, and where a run is resumed")
       ->required();
   app.add_option("--eval-every", options.eval_every, "Steps; 0: evaluate at the end only")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--save-every", options.save_every, "Steps; 0: a checkpoint at the end only")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--keep", options.keep, "How many checkpoints are kept")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+      ->check(CLI::PositiveNumber);
   app.add_flag("--json", options.json, "Print each step as a line of JSON");
   app.add_option("--log-every", options.log_every, "Steps between lines where no terminal is")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--threads", options.threads, "Of each rank")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--device", options.device, "cpu or cuda")
-      ->check(CLI::IsMember({"cpu", "cuda"}))
-      ->capture_default_str();
+      ->check(CLI::PositiveNumber);
+  app.add_option("--threads", options.threads, "Of each rank")->check(CLI::PositiveNumber);
+  app.add_option("--device", options.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
   app.add_option("--config", options.config,
                  "JSON file with the parameters of smp; smprun --config wins");
 }
@@ -167,6 +150,7 @@ std::optional<int> parse_command_line(int argc, char** argv, Options& options) {
       "See docs/smp_train.md.",
       "smp_train"};
   add_version(app);
+  app.option_defaults()->always_capture_default();  // shown by --help
   app.add_option("model", options.model, "The program exported after train()")->required();
   app.add_option("--eval-model", options.eval_model,
                  "The same model exported after eval(), for --eval-data");
