@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdint>
 #include <sstream>
 
 #include "core/check.h"
@@ -48,7 +49,7 @@ std::vector<std::string> expand_range(const std::string& range) {
   const int end = dash == std::string::npos ? begin : number_of(range.substr(dash + 1));
   if (begin < 0 || end < begin) fail_slurm(kNodeList, range);
   std::vector<std::string> numbers;
-  for (int number = begin; number <= end; ++number) {
+  for (int64_t number = begin; number <= end; ++number) {
     const std::string digits = std::to_string(number);
     numbers.push_back(std::string(first.size() - std::min(first.size(), digits.size()), '0') +
                       digits);

@@ -354,6 +354,7 @@ TEST(Launch, HostsOfASlurmJob) {
             "n01:2,n02:2,n03:2,n7:1,login:4");
   EXPECT_EQ(to_string(slurm_hosts("gpu9", "")), "gpu9:1");
   EXPECT_EQ(to_string(slurm_hosts("a[9-11]b", "1(x3)")), "a9b:1,a10b:1,a11b:1");
+  EXPECT_EQ(to_string(slurm_hosts("n[2147483647]", "")), "n2147483647:1");
   for (const auto& [nodes, tasks] : {std::pair{"n[1-", "1"},
                                      {"n[2-1]", "1"},
                                      {"n[x]", "1"},
