@@ -2,13 +2,11 @@
 #include "graph/serialize.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/jit_type.h>
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cmath>
 #include <cstring>
 #include <exception>
 #include <fstream>
@@ -22,6 +20,7 @@
 #include "core/json.h"
 #include "core/json_reader.h"
 #include "core/text.h"
+#include "graph/constant_json.h"
 #include "graph/content.h"
 
 namespace smp::graph {
@@ -65,33 +64,6 @@ Json array(const Range& range) {
   Json result = Json::array();
   for (const auto& element : range) result.push_back(element);
   return result;
-}
-
-/// JSON has no infinity and no NaN; masks are filled with the former.
-Json number_to_json(double number) {
-  if (std::isfinite(number)) return number;
-  return {{"double", std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf"}};
-}
-
-/// Null for a value without a JSON form; the caller has dealt with None.
-Json constant_to_json(const c10::IValue& value) {
-  if (value.isBool()) return value.toBool();
-  if (value.isInt()) return value.toInt();
-  if (value.isDouble()) return number_to_json(value.toDouble());
-  if (value.isString()) return value.toStringRef();
-  if (value.isDevice()) return {{"device", value.toDevice().str()}};
-  if (value.isComplexDouble()) {
-    const auto number = value.toComplexDouble();
-    return {{"complex", {number_to_json(number.real()), number_to_json(number.imag())}}};
-  }
-  if (!value.isList()) return nullptr;
-  Json elements = Json::array();
-  const c10::List<c10::IValue> list = value.toList();
-  for (const c10::IValue& element : list.vec()) {
-    elements.push_back(constant_to_json(element));
-    if (elements.back().is_null()) return nullptr;
-  }
-  return {{"list", list.elementType()->str()}, {"elements", std::move(elements)}};
 }
 
 Json argument_to_json(const Operator& op, size_t index) {
@@ -298,14 +270,6 @@ class GraphReader {
     return true;
   }
 
-  static at::Device device(const JsonReader& in) {
-    try {
-      return at::Device(in.text());
-    } catch (const c10::Error&) {
-      in.fail_expected("a device such as \"cpu\"");
-    }
-  }
-
   static std::string name(const JsonReader& in) {
     const std::string name = in.text();
     if (!is_shown_as_it_is(name)) {
@@ -316,7 +280,7 @@ class GraphReader {
   }
 
   static at::Tensor wrapped(const JsonReader& in, const TensorMeta& meta) {
-    const c10::IValue number = constant(in);
+    const c10::IValue number = constant_of(in);
     const bool is_number = number.isScalar() && meta.sizes.empty() && meta.device.is_cpu();
     in.expect(is_number, "the number of a tensor of the CPU without dimensions");
     try {
@@ -340,7 +304,7 @@ class GraphReader {
           c10::str("one stride for each of the ", value.meta.sizes.size(), " sizes"));
     }
     if (!is_size_of_a_tensor(value.meta)) in.at("sizes").fail_expected("the sizes of a tensor");
-    value.meta.device = device(in.at("device"));
+    value.meta.device = device_of(in.at("device"));
     value.meta.requires_grad = in.at("requires_grad").boolean();
     value.producer = static_cast<int>(in.at("producer").integer(-1, operator_count_ - 1));
     value.alias_set = static_cast<int>(in.at("alias_set").integer(0, graph_.alias_sets - 1));
@@ -378,46 +342,6 @@ class GraphReader {
     }
   }
 
-  static double special_number(const JsonReader& in) {
-    const std::string name = in.text();
-    if (name == "inf") return std::numeric_limits<double>::infinity();
-    if (name == "-inf") return -std::numeric_limits<double>::infinity();
-    if (name == "nan") return std::numeric_limits<double>::quiet_NaN();
-    in.fail_expected("\"inf\", \"-inf\" or \"nan\"");
-  }
-
-  static double number(const JsonReader& in) {
-    return in.value().is_object() ? special_number(in.at("double")) : in.number();
-  }
-
-  static c10::TypePtr element_type(const JsonReader& in) {
-    static const std::array<c10::TypePtr, 6> kTypes = {
-        c10::IntType::get(),    c10::FloatType::get(),   c10::BoolType::get(),
-        c10::StringType::get(), c10::ComplexType::get(), c10::NumberType::get()};
-    const std::string name = in.text();
-    for (const c10::TypePtr& type : kTypes) {
-      if (name == type->str()) return type;
-    }
-    in.fail_expected("a type of elements such as \"int\"");
-  }
-
-  static c10::IValue constant(const JsonReader& in) {
-    if (in.value().is_null()) return {};
-    if (in.value().is_boolean()) return in.boolean();
-    if (in.value().is_string()) return in.text();
-    if (in.value().is_number_integer()) return in.integer();
-    if (in.value().is_number()) return in.number();
-    if (const auto text = in.find("double")) return special_number(*text);
-    if (const auto name = in.find("device")) return device(*name);
-    if (const auto parts = in.find("complex")) {
-      return c10::complex<double>(number(parts->at(0)), number(parts->at(1)));
-    }
-    c10::impl::GenericList list(element_type(in.at("list")));
-    for (const JsonReader& element : in.at("elements").elements())
-      list.push_back(constant(element));
-    return list;
-  }
-
   Argument argument(const JsonReader& in) const {
     using Values = decltype(Argument::values);
     Argument result;
@@ -431,7 +355,7 @@ class GraphReader {
       result.kind = Argument::Kind::kOptionalTensorList;
       result.values = integers<Values>(*optional, kUndefined, value_count_ - 1);
     } else {
-      result.constant = constant(in.at("constant"));
+      result.constant = constant_of(in.at("constant"));
     }
     return result;
   }
