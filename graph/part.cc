@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/string_view.h>
 
 #include <algorithm>
 #include <string>
@@ -32,12 +33,10 @@ const PartMark* part_mark(const at::Tensor& tensor) {
   return dynamic_cast<const PartMark*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-bool starts_with(const std::string& name, const char* begin) { return name.rfind(begin, 0) == 0; }
-
 /// Whether an operator asks a tensor for no more than its type or device (`new_zeros`). Results of
 /// `empty_like` are parts: `2 - part` begins as one.
 bool makes_another(const std::string& name) {
-  return starts_with(name, "aten::new_") || has_trait(name, OperatorTrait::kReadsMetadata);
+  return c10::starts_with(name, "aten::new_") || has_trait(name, OperatorTrait::kReadsMetadata);
 }
 
 /// A call of an operator with a part among its arguments.
@@ -47,9 +46,11 @@ class PartCall {
       : op_(op), name_(op.schema().name()) {
     for (const at::Tensor& tensor : tensors) {
       if (!tensor.defined()) continue;
-      if (is_part(tensor)) parts_.push_back(tensor);
-      if (!is_part(tensor) && !tensor.unsafeGetTensorImpl()->is_wrapped_number())
+      if (is_part(tensor)) {
+        parts_.push_back(tensor);
+      } else if (!is_wrapped_number(tensor)) {
         others_.push_back(tensor);
+      }
     }
   }
 
@@ -78,8 +79,8 @@ class PartCall {
   /// tensors one by one.
   bool moves_elements() const {
     static const std::unordered_set<std::string> kSideBySide = {"aten::cat", "aten::stack"};
-    return kSideBySide.count(name_) > 0 || starts_with(name_, "aten::_foreach_") ||
-           starts_with(name_, "aten::_fused_") || starts_with(name_, "c10d::");
+    return kSideBySide.count(name_) > 0 || c10::starts_with(name_, "aten::_foreach_") ||
+           c10::starts_with(name_, "aten::_fused_") || c10::starts_with(name_, "c10d::");
   }
 
   bool goes_by_element() const {

@@ -63,9 +63,8 @@ graph::AbsencePtr partness_of(const ParameterTable::Entry& entry) {
   return std::make_shared<graph::Absence>(graph::Absence{
       c10::str("parameter \"", entry.name, "\", which the ranks of a tensor-parallel group divide"),
       "Outside of steps go over its elements only. Call the module inside "
-      "smp::step([&](torch::Tensor "
-      "x) { return model(x); }), or as a plain module once model->cpu() has gathered it; "
-      "model->state_dict() has copies of the wholes"});
+      "smp::step([&](torch::Tensor x) { return model(x); }), or as a plain module once "
+      "model->cpu() has gathered it; model->state_dict() has copies of the wholes"});
 }
 
 using nn::rewrite::DividedGraph;

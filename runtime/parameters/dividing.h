@@ -82,7 +82,7 @@ class LentWholes {
 void mark_parts(const Runtime& runtime);
 
 /// The library's own use of parameters, which knows of parts: while it lives, they are not marked.
-/// What is lent is taken back when it begins.
+/// Takes back the lent wholes when it begins.
 class OwnUse {
  public:
   explicit OwnUse(Runtime& runtime);
