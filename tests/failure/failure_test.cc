@@ -305,14 +305,20 @@ TEST_F(Failure, ExceptionOfLibtorch) {
   expect_failure(run("libtorch"), "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)\n");
 }
 
-/// Nothing can catch that signal, and still no rank is left.
-TEST_F(Failure, LauncherThatIsKilled) {
-  const std::string log = ::testing::TempDir() + "failure_launcher.log";
-  const std::string script =
-      "log='" + log + "'\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
+/// The beginning of a script: a job whose two ranks have started and are idle, $launcher, and the
+/// function `ranks`, which prints their process numbers.
+std::string idle_job() {
+  const std::string log = ::testing::TempDir() + "failure_idle.log";
+  return "log='" + log + "'\n: >\"$log\"\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
     launcher=$!
     ranks() { sed -n 's/^rank pid //p' "$log"; }
     until [ "$(ranks | wc -l)" -eq 2 ]; do sleep 0.1; done
+  )sh";
+}
+
+/// Nothing can catch that signal, and still no rank is left.
+TEST_F(Failure, LauncherThatIsKilled) {
+  const std::string script = idle_job() + R"sh(
     kill -9 $launcher
     alive() { for rank in $(ranks); do kill -0 $rank 2>/dev/null && echo "$rank is alive"; done; }
     for i in $(seq 600); do [ -z "$(alive)" ] && break; sleep 0.1; done
@@ -325,12 +331,7 @@ TEST_F(Failure, LauncherThatIsKilled) {
 /// Ranks on one host need no network. mpirun itself has a port on all interfaces (SECURITY.md), and
 /// one on the loopback, by which the test knows that it finds ports.
 TEST_F(Failure, RanksOnOneHostListenToNoOther) {
-  const std::string log = ::testing::TempDir() + "failure_listening.log";
-  const std::string script =
-      "log='" + log + "'\n" + launch("idle", kParameters) + R"sh( >"$log" 2>&1 &
-    launcher=$!
-    ranks() { sed -n 's/^rank pid //p' "$log"; }
-    until [ "$(ranks | wc -l)" -eq 2 ]; do sleep 0.1; done
+  const std::string script = idle_job() + R"sh(
     addresses() {
       sockets=$(for file in /proc/$1/fd/*; do readlink "$file"; done | tr -dc '0-9\n' | tr '\n' ' ')
       awk -v sockets=" $sockets" '$4 == "0A" && index(sockets, " " $10 " ") {

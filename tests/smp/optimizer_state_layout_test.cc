@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "tests/optim/set_state.h"
+#include "tests/smp/factored.h"
 #include "tests/smp/tensor_parallel.h"
 #include "tests/smp/tensor_parallel_sharding.h"
 #include "tests/temp_folder.h"
@@ -24,204 +24,6 @@ namespace {
 
 using namespace testing;
 namespace to = torch::optim;
-
-constexpr int64_t kSquare = 8;  // sizes of the part of "down" on two ranks
-
-/// A momentum, a number for each row and another for each column, a matrix that all elements share,
-/// and a count.
-struct FactoredState : to::OptimizerCloneableParamState<FactoredState> {
-  TORCH_ARG(torch::Tensor, momentum);
-  TORCH_ARG(torch::Tensor, rows);
-  TORCH_ARG(torch::Tensor, columns);
-  TORCH_ARG(torch::Tensor, shared);
-  TORCH_ARG(torch::Tensor, count);
-
- public:
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("momentum", momentum());
-    if (rows().defined()) archive.write("rows", rows());
-    if (columns().defined()) archive.write("columns", columns());
-    archive.write("shared", shared());
-    archive.write("count", count());
-  }
-  void serialize(torch::serialize::InputArchive& archive) override {
-    archive.read("momentum", momentum());
-    archive.try_read("rows", rows());
-    archive.try_read("columns", columns());
-    archive.read("shared", shared());
-    archive.read("count", count());
-  }
-};
-
-/// Updates each element by its momentum and, if it has them, by the factors of its row and column.
-struct Factored : to::Optimizer {
-  explicit Factored(Tensors parameters, bool has_factors = true)
-      : Optimizer(std::move(parameters), std::make_unique<to::SGDOptions>(0.01)),
-        has_factors_(has_factors) {}
-
-  torch::Tensor step(LossClosure) override {
-    torch::NoGradGuard no_grad;
-    for (auto& group : param_groups()) {
-      for (auto& parameter : group.params()) {
-        if (parameter.grad().defined()) update(parameter);
-      }
-    }
-    return {};
-  }
-
- protected:
-  FactoredState& state_of(const torch::Tensor& parameter) {
-    auto& made = state()[parameter.unsafeGetTensorImpl()];
-    if (made == nullptr) made = make_state(parameter);
-    return static_cast<FactoredState&>(*made);
-  }
-
- private:
-  void update(torch::Tensor& parameter) {
-    auto& of = state_of(parameter);
-    of.count().add_(1);
-    of.shared().mul_(0.5);
-    of.momentum().mul_(0.9).add_(parameter.grad());
-    torch::Tensor factor = of.shared()[0][1] / of.count();
-    if (of.rows().defined()) factor = factor * of.rows().mul_(0.75);
-    if (of.columns().defined()) factor = factor.unsqueeze(1) * of.columns().mul_(1.25);
-    parameter.sub_(0.01 * factor * of.momentum());
-  }
-
-  std::unique_ptr<to::OptimizerParamState> make_state(const torch::Tensor& parameter) const {
-    auto made = std::make_unique<FactoredState>();
-    const auto ones = [&](torch::IntArrayRef sizes) {
-      return torch::ones(sizes, parameter.options().requires_grad(false));
-    };
-    made->momentum(torch::zeros_like(parameter));
-    if (has_factors_) made->rows(ones({parameter.size(0)}));
-    if (has_factors_ && parameter.dim() == 2) made->columns(ones({parameter.size(1)}));
-    made->shared(ones({kSquare, kSquare}));
-    made->count(ones({}));
-    return made;
-  }
-
-  const bool has_factors_;
-};
-
-/// One without factors, which updates pieces as well.
-struct Counted : Factored {
-  explicit Counted(Tensors parameters) : Factored(std::move(parameters), /*has_factors=*/false) {}
-};
-
-/// One that makes all states in its constructor, as Adagrad does.
-struct Eager : Factored {
-  explicit Eager(const Tensors& parameters) : Factored(parameters) {
-    for (const auto& parameter : parameters) state_of(parameter);
-  }
-};
-
-/// The same, without a declaration of how its state lies.
-struct Undeclared : Factored {
-  using Factored::Factored;
-};
-
-/// One that does not declare the factors that it has in the last stage only.
-struct Forgetful : Factored {
-  explicit Forgetful(Tensors parameters) : Factored(std::move(parameters), pp_rank() > 0) {}
-};
-
-/// One that is wrong about its matrix, which each rank has otherwise.
-struct Mistaken : Factored {
-  using Factored::Factored;
-  torch::Tensor step(LossClosure closure) override {
-    Factored::step(std::move(closure));
-    for (auto& [key, made] : state()) static_cast<FactoredState&>(*made).shared().add_(tp_rank());
-    return {};
-  }
-};
-
-/// One that is wrong about its matrix where a rank has the second part of a parameter.
-struct MistakenInPart : Counted {
-  using Counted::Counted;
-  torch::Tensor step(LossClosure closure) override {
-    Counted::step(std::move(closure));
-    for (auto& [key, made] : state()) {
-      static_cast<FactoredState&>(*made).shared().add_(tp_rank() * dp_rank());
-    }
-    return {};
-  }
-};
-
-}  // namespace
-
-namespace optim {
-
-template <>
-struct IsElementwise<Factored> : std::true_type {};
-template <>
-struct ParamStateOf<Factored> {
-  using type = FactoredState;
-};
-template <>
-struct StateLayout<Factored> {
-  static FieldLayouts fields() {
-    return {{"rows", FieldLayout::along({0})},
-            {"columns", FieldLayout::along({-1})},
-            {"shared", FieldLayout::whole()},
-            {"count", FieldLayout::whole()}};
-  }
-};
-
-template <>
-struct IsElementwise<Counted> : std::true_type {};
-template <>
-struct ParamStateOf<Counted> : ParamStateOf<Factored> {};
-template <>
-struct StateLayout<Counted> {
-  static FieldLayouts fields() {
-    return {{"shared", FieldLayout::whole()}, {"count", FieldLayout::whole()}};
-  }
-};
-
-template <>
-struct IsElementwise<Eager> : std::true_type {};
-template <>
-struct ParamStateOf<Eager> : ParamStateOf<Factored> {};
-template <>
-struct StateLayout<Eager> : StateLayout<Factored> {};
-
-template <>
-struct IsElementwise<Undeclared> : std::true_type {};
-template <>
-struct ParamStateOf<Undeclared> : ParamStateOf<Factored> {};
-
-template <>
-struct IsElementwise<Forgetful> : std::true_type {};
-template <>
-struct ParamStateOf<Forgetful> : ParamStateOf<Factored> {};
-template <>
-struct StateLayout<Forgetful> : StateLayout<Counted> {};
-
-template <>
-struct IsElementwise<MistakenInPart> : std::true_type {};
-template <>
-struct ParamStateOf<MistakenInPart> : ParamStateOf<Factored> {};
-template <>
-struct StateLayout<MistakenInPart> : StateLayout<Counted> {};
-
-template <>
-struct IsElementwise<Mistaken> : std::true_type {};
-template <>
-struct ParamStateOf<Mistaken> : ParamStateOf<Factored> {};
-template <>
-struct StateLayout<Mistaken> : StateLayout<Factored> {
-  static FieldLayouts fields() {
-    auto result = StateLayout<Factored>::fields();
-    result["columns"] = FieldLayout::along({1});
-    result["count"] = FieldLayout::along({});
-    return result;
-  }
-};
-
-}  // namespace optim
-
-namespace {
 
 /// Weights and state after some steps.
 struct Result {
@@ -455,7 +257,8 @@ TEST(OptimizerStateLayoutOfPlainOptimizers, ChangedByThemselvesBeforeTheFirstSte
 
 /// Optimizers of a checkpoint whose states lie otherwise.
 TEST(OptimizerStateLayoutOfSeveral, EachSaysHowItsOwnLies) {
-  const std::string path = std::string(::testing::TempDir()) + "/optimizer_state_layout.several";
+  const TempFolder folder;
+  const std::string path = folder.file("saved");
   Named saved;
   for (const TensorLayout& layout : {TensorLayout{2, 2}, {1}, {4}, {2, 1, 2}}) {
     SCOPED_TRACE(c10::str(layout));
@@ -475,12 +278,12 @@ TEST(OptimizerStateLayoutOfSeveral, EachSaysHowItsOwnLies) {
       if (rank() == 0) saved = states;
     });
   }
-  std::filesystem::remove_all(path);
 }
 
 /// A checkpoint that the second optimizer refuses changes neither the first nor the model.
 TEST(OptimizerStateLayoutOfSeveral, NothingChangesWhereOneRefuses) {
-  const std::string path = std::string(::testing::TempDir()) + "/optimizer_state_layout.refused";
+  const TempFolder folder;
+  const std::string path = folder.file("saved");
   const auto run_two = [](const TensorLayout& layout, int steps, const auto& body) {
     run_model<PlainModel>(layout, [&](auto& model, const auto& backward) {
       const auto all = model->parameters();
@@ -509,7 +312,6 @@ TEST(OptimizerStateLayoutOfSeveral, NothingChangesWhereOneRefuses) {
     expect_equal(optim::tensors_of(after), optim::tensors_of(before.state), "state");
     expect_equal(to_map(model->state_dict()), before.weights, "value");
   });
-  std::filesystem::remove_all(path);
 }
 
 /// Ranges of a parameter's elements have whole tensors alike.
@@ -614,44 +416,40 @@ TEST(OptimizerStateLayoutErrors, TensorsThatLieOtherwise) {
   expect_has(scalar, {"\"count\" lies along dimensions [] of it, here sizes [], and is Float[3]"});
 }
 
-/// No rank waits for those of a stage whose states cannot be put together.
-TEST(OptimizerStateLayoutErrors, ThoseOfOneStageReachAllRanks) {
+/// The text that all ranks are told by each of some calls of `state_dict()` after a step.
+template <class Optimizer>
+std::string error_of_all_ranks(const TensorLayout& layout, size_t calls,
+                               const Change& change = unchanged) {
   std::vector<std::string> texts;
   std::mutex mutex;
-  const TensorLayout layout{2, 2};
-  run<Forgetful>(layout, [&](auto& rank) {
-    rank.train(0);
-    for (int i = 0; i < 2; ++i) {
-      const auto text = error_of<UsageError>([&] { rank.optimizer.state_dict(); });
-      const std::lock_guard lock(mutex);
-      texts.push_back(text.substr(text.find(']')));  // behind the rank's own number
-    }
-  });
-  ASSERT_EQ(texts.size(), 2U * layout.ranks());
+  run<Optimizer>(
+      layout,
+      [&](auto& rank) {
+        rank.train(0);
+        for (size_t i = 0; i < calls; ++i) {
+          const auto text = error_of<UsageError>([&] { rank.optimizer.state_dict(); });
+          const std::lock_guard lock(mutex);
+          texts.push_back(text.substr(text.find(']')));  // behind the rank's own number
+        }
+      },
+      change);
+  EXPECT_EQ(texts.size(), calls * layout.ranks());
   for (const auto& text : texts) EXPECT_EQ(text, texts.front());
-  expect_has(texts.front(),
+  return texts.empty() ? "" : texts.front();
+}
+
+/// No rank waits for those of a stage whose states cannot be put together.
+TEST(OptimizerStateLayoutErrors, ThoseOfOneStageReachAllRanks) {
+  expect_has(error_of_all_ranks<Forgetful>({2, 2}, 2),
              {"cannot put the optimizer's state of parameter \"block1.",
               "has an element for each of the parameter's, here sizes [", "Forgetful>"});
 }
 
 /// Nor for those of ranks that put pieces of one part of a parameter together.
 TEST(OptimizerStateLayoutErrors, ThoseOfOnePartReachAllRanks) {
-  std::vector<std::string> texts;
-  std::mutex mutex;
-  const TensorLayout layout{2, 1, 2};
-  run<MistakenInPart>(
-      layout,
-      [&](auto& rank) {
-        rank.train(0);
-        const auto text = error_of<UsageError>([&] { rank.optimizer.state_dict(); });
-        const std::lock_guard lock(mutex);
-        texts.push_back(text.substr(text.find(']')));  // behind the rank's own number
-      },
-      with_divided_states);
-  ASSERT_EQ(texts.size(), static_cast<size_t>(layout.ranks()));
-  for (const auto& text : texts) EXPECT_EQ(text, texts.front());
-  expect_has(texts.front(), {"together: \"shared\" differs between the ranks ",
-                             "MistakenInPart> says that ranks with these parts"});
+  expect_has(error_of_all_ranks<MistakenInPart>({2, 1, 2}, 1, with_divided_states),
+             {"together: \"shared\" differs between the ranks ",
+              "MistakenInPart> says that ranks with these parts"});
 }
 
 TEST(OptimizerStateLayoutErrors, TensorsThatAreNotTheSame) {
