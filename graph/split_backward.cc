@@ -3,6 +3,7 @@
 
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 
 #include <map>
 #include <set>
@@ -34,6 +35,17 @@ bool is_divisible(const Node& node) {
                                               "WhereBackward0",
                                               "torch::autograd::CppNode<smp::nn::GatheredLinear>"};
   return names.count(node.name()) > 0;
+}
+
+/// Whether libtorch can be asked for a part of a function's gradients. The function of a write
+/// through a view has an edge to the memory in place of its operator's edge to the view, and
+/// libtorch asserts that it has both or none. A list operator makes all functions before it writes:
+/// if several views give memory its first history, only the first has none of the two, the others
+/// have one.
+bool may_run_in_part(const Node& node) {
+  const auto* write = dynamic_cast<const torch::autograd::CopySlices*>(&node);
+  if (write == nullptr || write->fn == nullptr) return true;
+  return write->next_edge(0).is_valid() == write->fn->next_edge(0).is_valid();
 }
 
 /// The nodes reached from the starts of a backward pass, and how to divide it.
@@ -68,7 +80,7 @@ class Division {
   }
   /// From functions that cannot be divided, to weights; each target once.
   const std::vector<Edge>& early() const { return early_edges_; }
-  /// False if the sum of a gradient would be divided between the parts.
+  /// False if the sum of a gradient would be divided between the parts, or the first cannot run.
   bool sound() const { return sound_; }
 
  private:
@@ -110,10 +122,11 @@ class Division {
     if (divided) divided_.push_back(node);
   }
 
-  /// Whether the gradients that the second part sends to a function do not meet those that the
-  /// first part sent.
+  /// Whether the first part can run, and the gradients that the second part sends to a function do
+  /// not meet those that the first part sent.
   bool is_sound() const {
     for (const Node* node : order_) {
+      if (leads_to_input(node) && !may_run_in_part(*node)) return false;
       if (leads_to_input(node) && !is_divisible(*node)) continue;
       for (const Edge& edge : node->next_edges()) {
         if (edge.is_valid() && is_early(edge.function.get())) return false;

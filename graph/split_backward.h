@@ -22,7 +22,8 @@ namespace smp::graph {
 /// for the gradients on the way to inputs only and keeps the gradient that it was given; the second
 /// part starts there. Only functions whose formulas for the two have nothing in common (matrix
 /// products, also of gathered inputs, convolutions, sums, products, layer norm) are divided;
-/// gradients that others send to weights are computed in the first part and kept.
+/// gradients that others send to weights are computed in the first part and kept. Where the sum of
+/// a gradient would be divided, or libtorch cannot run a part, the first part is the whole.
 class SplitBackward {
  public:
   /// Runs the first part from `starts` with `gradients` (as `run_backward` does) and gives the

@@ -203,16 +203,8 @@ TEST_F(SplitBackwardTest, OutputsOfWeightsAloneAndUnusedOnes) {
                   }});
 }
 
-// A weight used by a function that is divided and by one that is not: its sum must not be divided,
-// so nothing is.
-TEST_F(SplitBackwardTest, SumsAreNotDivided) {
-  const Part part{{torch::randn({6, 8})},
-                  {torch::randn({8}), torch::randn({8})},
-                  [](const Tensors& x, const Tensors& w) {
-                    const auto h =
-                        torch::batch_norm(x[0] * w[0], w[0], w[1], {}, {}, true, 0.1, 1e-5, false);
-                    return Tensors{h * w[0]};
-                  }};
+/// Runs the part in two, and checks that the first gives all gradients.
+void expect_whole(const Part& part) {
   const Gradients expected = whole(part);
   const Entered inputs(part.inputs), weights(part.weights);
   const Starts starts(part.forward(inputs.aliases, weights.aliases));
@@ -221,6 +213,38 @@ TEST_F(SplitBackwardTest, SumsAreNotDivided) {
   expect_same(weights.gradients(), expected.weights, "gradient of weight");
   split.run_weights();
   expect_same(weights.gradients(), expected.weights, "gradient of weight");
+}
+
+// A weight used by a function that is divided and by one that is not: its sum must not be divided,
+// so nothing is.
+TEST_F(SplitBackwardTest, SumsAreNotDivided) {
+  expect_whole({{torch::randn({6, 8})},
+                {torch::randn({8}), torch::randn({8})},
+                [](const Tensors& x, const Tensors& w) {
+                  const auto h =
+                      torch::batch_norm(x[0] * w[0], w[0], w[1], {}, {}, true, 0.1, 1e-5, false);
+                  return Tensors{h * w[0]};
+                }});
+}
+
+// A list operator gives two views of memory its first history: libtorch refuses to compute some of
+// its gradients only.
+TEST_F(SplitBackwardTest, AListThatWritesSeveralViewsIsNotDivided) {
+  expect_whole({{torch::randn({})}, {torch::randn({4, 8})}, [](const Tensors& x, const Tensors& w) {
+                  const auto memory = torch::ones({4, 8});
+                  at::_foreach_mul_({memory[0], memory[1]}, x[0]);
+                  return Tensors{memory * w[0]};
+                }});
+}
+
+// Memory that has a history already gives each of them an edge.
+TEST_F(SplitBackwardTest, AListThatWritesSeveralViewsOfMemoryWithAHistoryIsDivided) {
+  expect_divided(
+      {{torch::randn({4, 8})}, {torch::randn({4, 8})}, [](const Tensors& x, const Tensors& w) {
+         const auto memory = x[0].sin();
+         at::_foreach_mul_({memory[0], memory[1]}, x[0].mean());
+         return Tensors{memory * w[0]};
+       }});
 }
 
 TEST_F(SplitBackwardTest, KeepsTheGradientsOfDividedFunctions) {

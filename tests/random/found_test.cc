@@ -527,5 +527,22 @@ TEST(FoundPrograms, ADetachedViewIsExpandedAsWhatItWasDetachedFrom) {
   program.expect_equal();
 }
 
+/// Plain libtorch sends a gradient through the write of the last view only, and fails where a part
+/// of the gradients is asked for: a backward that the schedule would divide runs as a whole.
+TEST(FoundPrograms, AListGivesSeveralViewsOfOneMemoryTheirHistory) {
+  for (const bool same : {true, false}) {
+    Writer program;
+    const int input = program.leaf(Kind::kInput, "0", {4, 6});
+    const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+    const int factor = program.call("sin", {program.call("tanh", {weight})});
+    const int base = program.call("sigmoid", {input});
+    const int first = program.call("select", {base}, {0, 1});
+    const int second = same ? first : program.call("select", {base}, {0, 2});
+    program.call("foreach_scale_", {first, second, factor}, {}, {}, /*results=*/0);
+    program.backward(program.call("loss_term", {program.call("tanh", {base})}));
+    program.expect_equal();
+  }
+}
+
 }  // namespace
 }  // namespace smp::random_programs
