@@ -451,6 +451,7 @@ TEST(IpcChannels, MemoryThatReadsOtherwiseIsNotUsed) {
 TEST(IpcChannels, AnEventThatDoesNotComeEndsTheTrial) {
   const StuckFakeIpc stuck;
   comm::run_ranks(2, [](const CommunicatorPtr& world) {
+    world->barrier();  // the limit begins when both are there
     world->set_timeout(std::chrono::seconds(10));
     const at::Device device = fake_device();
     EXPECT_EQ(comm::ipc_problem(*world, *comm::device_ipc(device.type()), device),
