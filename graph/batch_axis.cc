@@ -20,8 +20,9 @@ std::string describe(const Graph& graph, size_t index) {
                   op.scope.empty() ? "" : ", in module \"" + op.scope + "\"", ")");
 }
 
-/// Where two captures of one function part; empty: they have the same operators on the same values.
-std::string first_difference(const Graph& one, const Graph& many) {
+/// Where two captures of one function part; nothing: they have the same operators on the same
+/// values.
+std::optional<std::string> first_difference(const Graph& one, const Graph& many) {
   const size_t both = std::min(one.operators.size(), many.operators.size());
   for (size_t i = 0; i < both; ++i) {
     const Operator& a = one.operators[i];
@@ -39,7 +40,8 @@ std::string first_difference(const Graph& one, const Graph& many) {
   }
   const bool same_ends =
       one.inputs == many.inputs && one.outputs == many.outputs && one.roots == many.roots;
-  return same_ends ? "" : "it returns or differentiates other tensors";
+  if (same_ends) return std::nullopt;
+  return "it returns or differentiates other tensors";
 }
 
 /// True if the values are alike, with their memory where an operator writes some.
@@ -62,8 +64,8 @@ class Finder {
 
   BatchAxes run() {
     result_.refusal = why_not_together(one_);
-    if (result_.refusal.empty()) compare();
-    if (!result_.refusal.empty()) return std::move(result_);
+    if (!result_.refusal) compare();
+    if (result_.refusal) return std::move(result_);
     do {
       assign_roles();
     } while (add_mixed_sets());
@@ -73,12 +75,11 @@ class Finder {
 
  private:
   void compare() {
-    const std::string difference = first_difference(one_, many_);
-    if (!difference.empty()) {
+    if (const auto difference = first_difference(one_, many_)) {
       result_.refusal = c10::str("on ", factor_,
                                  " times the samples the function takes another "
                                  "way: ",
-                                 difference);
+                                 *difference);
     } else if (!same_values(one_, many_)) {
       result_.refusal = c10::str("on ", factor_,
                                  " times the samples its tensors are of other kinds "
@@ -172,7 +173,7 @@ class Finder {
 
 }  // namespace
 
-std::string why_not_together(const Graph& graph) {
+core::Refusal why_not_together(const Graph& graph) {
   std::vector<const Value*> lasting(graph.alias_sets, nullptr);
   for (const Value& value : graph.values) {
     const bool made_inside = value.kind == ValueKind::kResult || value.kind == ValueKind::kLiteral;
@@ -192,7 +193,7 @@ std::string why_not_together(const Graph& graph) {
                       lasting[set]->name, "\", which the next microbatch would see");
     }
   }
-  return "";
+  return std::nullopt;
 }
 
 BatchAxes find_batch_axes(const Graph& one, const Graph& many, int factor) {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/batch_rules.h"
 #include "graph/graph.h"
 
@@ -19,9 +19,7 @@ enum class BatchRole : uint8_t {
 
 /// The effect of a graph's operators on the batch.
 struct BatchAxes {
-  /// Why microbatches cannot be run together at all, as a sentence without its full stop; empty:
-  /// they can.
-  std::string refusal;
+  core::Refusal refusal;        ///< why microbatches cannot be run together at all
   std::vector<BatchRole> role;  ///< role of each operator
   /// The axis of each value along which microbatches follow each other, `kNoAxis` for those that
   /// are the same for all or exist for each on its own.
@@ -30,9 +28,8 @@ struct BatchAxes {
 
 /// Why the graph must not run for several microbatches at once, whatever its operators do to the
 /// batch: it calls a leaf module or `autograd::grad`, or writes a tensor that outlives the
-/// microbatch (a buffer such as batch norm's averages). A sentence without its full stop; empty if
-/// there is no such reason.
-std::string why_not_together(const Graph& graph);
+/// microbatch (a buffer such as batch norm's averages).
+core::Refusal why_not_together(const Graph& graph);
 
 /// Finds out the effect of each operator on the batch, from two captures of one function: `one` of
 /// a microbatch, `many` of the samples of `factor` microbatches at once.

@@ -221,7 +221,7 @@ size_t Coalesced::run_once() const {
 }
 
 Coalesced coalesce(const Graph& one, const Graph& many, const BatchAxes& axes, int factor) {
-  SMP_INTERNAL_ASSERT(axes.refusal.empty(), "a graph that cannot be coalesced: ", axes.refusal);
+  SMP_INTERNAL_ASSERT(!axes.refusal, "a graph that cannot be coalesced: ", *axes.refusal);
   return Coalescer(one, many, axes, factor).run();
 }
 

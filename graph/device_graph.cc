@@ -40,7 +40,7 @@ c10::Stream current_stream(at::Device device) {
 /// The captures that go on in this process, by their streams, whose random operators are theirs.
 struct Captures {
   std::mutex mutex;
-  std::vector<std::pair<c10::Stream, GraphCapture*>> all;
+  std::vector<std::pair<c10::Stream, DeviceGraphCapture*>> all;
   std::atomic<int> count = 0;
 
   static Captures& get() {
@@ -48,12 +48,12 @@ struct Captures {
     return captures;
   }
 
-  void add(const c10::Stream& stream, GraphCapture* capture) {
+  void add(const c10::Stream& stream, DeviceGraphCapture* capture) {
     const std::lock_guard lock(mutex);
     all.emplace_back(stream, capture);
     ++count;
   }
-  void remove(const GraphCapture* capture) {
+  void remove(const DeviceGraphCapture* capture) {
     const std::lock_guard lock(mutex);
     all.erase(std::find_if(all.begin(), all.end(),
                            [&](const auto& entry) { return entry.second == capture; }));
@@ -61,7 +61,7 @@ struct Captures {
   }
 
   /// Null if the stream is not captured.
-  GraphCapture* on(const c10::Stream& stream) {
+  DeviceGraphCapture* on(const c10::Stream& stream) {
     const std::lock_guard lock(mutex);
     const auto found = std::find_if(all.begin(), all.end(),
                                     [&](const auto& entry) { return entry.first == stream; });
@@ -84,12 +84,12 @@ void CapturedWork::launch(const RandomKey& key) const {
   graph_->launch(seeds);
 }
 
-GraphCapture::GraphCapture(at::Device device)
+DeviceGraphCapture::DeviceGraphCapture(at::Device device)
     : device_(with_index(device)), pool_(make_pool(device_)) {
   synchronize(device_);
 }
 
-GraphCapture::~GraphCapture() {
+DeviceGraphCapture::~DeviceGraphCapture() {
   try {
     c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(pool_->stream());
   } catch (const c10::Error&) {
@@ -97,13 +97,13 @@ GraphCapture::~GraphCapture() {
   }
 }
 
-void GraphCapture::renew_pool() {
+void DeviceGraphCapture::renew_pool() {
   if (has_begun_ && pool_.use_count() == 1) pool_ = make_pool(device_);
   has_begun_ = true;
 }
 
-CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
-                                   const std::function<void()>& work) {
+CapturedWork DeviceGraphCapture::capture(const std::vector<int>& ordinals,
+                                         const std::function<void()>& work) {
   renew_pool();
   CapturedWork captured;
   captured.pool_ = pool_;
@@ -130,8 +130,8 @@ CapturedWork GraphCapture::capture(const std::vector<int>& ordinals,
 }
 
 /// An operator that asks the CPU for numbers would have the same ones at each launch.
-void GraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
-                               int ordinal) {
+void DeviceGraphCapture::call_random(const c10::OperatorHandle& op, torch::jit::Stack& stack,
+                                     int ordinal) {
   const auto found = std::lower_bound(ordinals_.begin(), ordinals_.end(), ordinal);
   SMP_INTERNAL_ASSERT(found != ordinals_.end() && *found == ordinal, "random operator ", ordinal,
                       " was not announced");
@@ -151,7 +151,7 @@ void call_keyed(const c10::OperatorHandle& op, torch::jit::Stack& stack, const R
                 int ordinal) {
   if (Captures::get().count > 0) {
     const auto device = accelerator_of(op, stack);
-    GraphCapture* capture = device ? Captures::get().on(current_stream(*device)) : nullptr;
+    DeviceGraphCapture* capture = device ? Captures::get().on(current_stream(*device)) : nullptr;
     if (capture != nullptr) return capture->call_random(op, stack, ordinal);
   }
   call_seeded(op, stack, stream_seed(key, ordinal));

@@ -70,7 +70,7 @@ class CapturedWork {
   void launch(const RandomKey& key) const;
 
  private:
-  friend class GraphCapture;
+  friend class DeviceGraphCapture;
   std::shared_ptr<DeviceGraphPool> pool_;  // pool, kept as long as one of its graphs is there
   std::unique_ptr<DeviceGraph> graph_;
   bool is_empty_ = false;      // but for memory
@@ -81,15 +81,15 @@ class CapturedWork {
 /// The pieces share their memory: a later capture may use memory that an earlier one has freed. So
 /// they are to be launched in the order in which they were captured, again and again, some of them
 /// perhaps not. Belongs to one thread; the autograd engine's may work for it.
-class GraphCapture {
+class DeviceGraphCapture {
  public:
   /// Waits for the work of this thread's current stream. Throws `UsageError` for a device without
   /// graphs.
-  explicit GraphCapture(at::Device device);
+  explicit DeviceGraphCapture(at::Device device);
   /// Waits for the device's work that prepares the graphs.
-  ~GraphCapture();
-  GraphCapture(const GraphCapture&) = delete;
-  GraphCapture& operator=(const GraphCapture&) = delete;
+  ~DeviceGraphCapture();
+  DeviceGraphCapture(const DeviceGraphCapture&) = delete;
+  DeviceGraphCapture& operator=(const DeviceGraphCapture&) = delete;
 
   /// Captures the work that `work` gives the device; it may call random operators of these
   /// `ordinals`, which ascend. Throws its errors, and the device's for work that cannot be

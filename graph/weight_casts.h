@@ -60,10 +60,10 @@ class WeightCasts {
   /// From now on they are not, and those of the step are gone.
   void end_step();
 
-  /// For graphs of the device, which read a cast in each step where it lay when they were captured.
-  /// Before the capture, whose memory other work of the graphs overwrites: gives memory to the
-  /// casts of the last step that shared some. Until the next step no operator writes it, from then
-  /// on `begin_step` does. The graphs make other casts themselves.
+  /// For device graphs, which read a cast in each step where it lay when they were captured. Before
+  /// the capture, whose memory other work of theirs overwrites: gives memory to the casts of the
+  /// last step that shared some. Until the next step no operator writes it, from then on
+  /// `begin_step` does. The graphs make other casts themselves.
   void reserve();
   /// Ends that. The memory is free.
   void forget();

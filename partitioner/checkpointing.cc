@@ -106,7 +106,7 @@ bool is_repeatable(const Graph& graph,
                    const Regions& regions) {
   const auto all = graph::find_regions(all_operators(graph), regions);
   return std::all_of(all.begin(), all.end(), [&](const std::vector<int>& region) {
-    return graph::why_not_repeatable(graph, differentiated, region).empty();
+    return !graph::why_not_repeatable(graph, differentiated, region);
   });
 }
 

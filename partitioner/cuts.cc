@@ -259,20 +259,20 @@ std::vector<bool> legal_cuts(const Graph& graph) {
   return legal;
 }
 
-std::string why_illegal(const Graph& graph, int i) {
+core::Refusal why_illegal(const Graph& graph, int i) {
   const Rules rules(graph);
   for (int rule = 0; rule < rules.size(); ++rule) {
     if (rules.broken(rule, i)) return rules.reason(rule, i);
   }
-  return "";
+  return std::nullopt;
 }
 
-std::vector<std::string> why_illegal(const Graph& graph) {
+std::vector<core::Refusal> why_illegal(const Graph& graph) {
   const Rules rules(graph);
   const std::vector<int> broken = rules.first_broken();
-  std::vector<std::string> result;
+  std::vector<core::Refusal> result(broken.size());
   for (size_t i = 0; i < broken.size(); ++i) {
-    result.push_back(broken[i] < 0 ? "" : rules.reason(broken[i], static_cast<int>(i)));
+    if (broken[i] >= 0) result[i] = rules.reason(broken[i], static_cast<int>(i));
   }
   return result;
 }

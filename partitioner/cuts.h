@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/graph.h"
 
 namespace smp::partitioner {
@@ -23,13 +23,13 @@ namespace smp::partitioner {
 /// An output or backward root counts as used after every write to its storage.
 std::vector<bool> legal_cuts(const graph::Graph& graph);
 
-/// Why the cut between operators `i` and `i+1` is illegal, as a sentence without a full stop;
-/// empty if it is legal. With several reasons the storage that appears first in the graph gives
-/// the text. Found from the rule directly, independently of `legal_cuts`.
-std::string why_illegal(const graph::Graph& graph, int i);
+/// Why the cut between operators `i` and `i+1` is illegal. With several reasons the storage that
+/// appears first in the graph gives the text. Found from the rule directly, independently of
+/// `legal_cuts`.
+core::Refusal why_illegal(const graph::Graph& graph, int i);
 
-/// The reasons of `why_illegal` for every cut at once.
-std::vector<std::string> why_illegal(const graph::Graph& graph);
+/// The same for every cut at once.
+std::vector<core::Refusal> why_illegal(const graph::Graph& graph);
 
 /// Per cut: a parameter of which a view (such as the transpose that `linear` makes) would cross
 /// as if it were an activation, `graph::kUndefined` if there is none. Such a cut is sound but

@@ -210,8 +210,8 @@ std::vector<int> ranks_of_owners(const Graph& graph, const Owners& owner) {
 
 std::vector<OrderRule> order_rules(const Graph& graph) { return RuleFinder(graph).run(); }
 
-std::string why_illegal_order(const Graph& graph, const Order& order) {
-  if (order.empty()) return "";
+core::Refusal why_illegal_order(const Graph& graph, const Order& order) {
+  if (order.empty()) return std::nullopt;
   if (!is_permutation(order, graph.operators.size())) {
     return fmt::format("it does not name each of the {} operators once", graph.operators.size());
   }
@@ -219,7 +219,7 @@ std::string why_illegal_order(const Graph& graph, const Order& order) {
   for (const OrderRule& rule : order_rules(graph)) {
     if (position[rule.before] > position[rule.after]) return describe(graph, rule);
   }
-  return "";
+  return std::nullopt;
 }
 
 Graph reordered(const Graph& graph, const Order& order) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/graph.h"
 #include "partitioner/cost_model.h"
 #include "partitioner/order_search.h"
@@ -45,8 +46,8 @@ struct OrderRule {
 /// under all its ids (a `contiguous` that does nothing returns its argument).
 std::vector<OrderRule> order_rules(const graph::Graph& graph);
 
-/// Which rule an order breaks first, as a sentence without a full stop; empty if it is legal.
-std::string why_illegal_order(const graph::Graph& graph, const Order& order);
+/// Which rule an illegal order breaks first.
+core::Refusal why_illegal_order(const graph::Graph& graph, const Order& order);
 
 /// The same graph with its operators in another order. Values keep their ids.
 graph::Graph reordered(const graph::Graph& graph, const Order& order);

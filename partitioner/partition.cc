@@ -174,7 +174,7 @@ class Partitioner {
   std::vector<bool> usable_cuts(bool split_weights) const {
     std::vector<bool> cuts;
     for (size_t i = 0; i < why_illegal_.size(); ++i) {
-      cuts.push_back(why_illegal_[i].empty() && (split_weights || split_weights_[i] == kUndefined));
+      cuts.push_back(!why_illegal_[i] && (split_weights || split_weights_[i] == kUndefined));
     }
     return cuts;
   }
@@ -377,7 +377,7 @@ class Partitioner {
   int cut_between(int first, int last) const {
     for (const bool split_weights : {false, true}) {
       for (int i = last - 1; i >= first; --i) {
-        if (why_illegal_[i].empty() && (split_weights || split_weights_[i] == kUndefined)) {
+        if (!why_illegal_[i] && (split_weights || split_weights_[i] == kUndefined)) {
           return i + 1;
         }
       }
@@ -418,13 +418,13 @@ class Partitioner {
   [[noreturn]] void explain_too_few(int possible) const {
     std::string why = "a stage has at least one";
     std::string remedy;
-    const auto is_illegal = [](const std::string& reason) { return !reason.empty(); };
+    const auto is_illegal = [](const core::Refusal& refusal) { return refusal.has_value(); };
     const auto first = std::find_if(why_illegal_.begin(), why_illegal_.end(), is_illegal);
     if (first != why_illegal_.end()) {
       const auto i = first - why_illegal_.begin();
       why = fmt::format("{} of the {} cuts between them are illegal, the first of these {}|{}: {}",
                         std::count_if(first, why_illegal_.end(), is_illegal), why_illegal_.size(),
-                        i, i + 1, *first);
+                        i, i + 1, **first);
       remedy =
           ", or change what keeps operators together: let one that works in place return a new "
           "tensor, or differentiate (autograd::grad) with respect to a later one";
@@ -462,7 +462,7 @@ class Partitioner {
         "cannot keep the pins: {}, but {}; every cut between them is illegal, the last, {}|{}, "
         "because {}. Pin both to one partition, or replace operators that work in place by ones "
         "that return a new tensor.",
-        describe(graph_, before), describe(graph_, after), last, last + 1, why_illegal_[last]));
+        describe(graph_, before), describe(graph_, after), last, last + 1, *why_illegal_[last]));
   }
 
   /// Pins may leave no choice, and the stages of one rank add up.
@@ -499,24 +499,23 @@ class Partitioner {
     }
     std::vector<std::string> result;
     for (size_t i = 0; i < operators_; ++i) {
-      result.push_back(with_neighbour(static_cast<int>(i)));
-      if (!result.back().empty()) continue;
-      result.back() =
-          fmt::format("balance: {:.1f}% of cost", 100 * share[stage_of_operator[i]] / total);
+      result.push_back(with_neighbour(static_cast<int>(i))
+                           .value_or(fmt::format("balance: {:.1f}% of cost",
+                                                 100 * share[stage_of_operator[i]] / total)));
     }
     for (const Pin& pin : constraints_.pins) result[pin.operator_index] = reason(graph_, pin);
     return result;
   }
 
   /// Why an operator is with the one before it, if it has to be.
-  std::string with_neighbour(int i) const {
-    if (i == 0) return "";
-    if (!why_illegal_[i - 1].empty()) {
-      return fmt::format("cut {}|{} illegal: {}", i - 1, i, why_illegal_[i - 1]);
+  std::optional<std::string> with_neighbour(int i) const {
+    if (i == 0) return std::nullopt;
+    if (why_illegal_[i - 1]) {
+      return fmt::format("cut {}|{} illegal: {}", i - 1, i, *why_illegal_[i - 1]);
     }
     if (!options_.auto_partition()) return fmt::format("follows operator {}", i - 1);
     const ValueId weight = split_weights_[i - 1];
-    if (weight == kUndefined || stages() == 1) return "";
+    if (weight == kUndefined || stages() == 1) return std::nullopt;
     return fmt::format("cut {}|{} would send a view of {}", i - 1, i, graph_.values[weight].name);
   }
 
@@ -527,7 +526,7 @@ class Partitioner {
   const Link link_;  // one for all cuts: their ranks are not known yet
   const size_t operators_;
   const int min_length_;
-  const std::vector<std::string> why_illegal_;
+  const std::vector<core::Refusal> why_illegal_;
   const std::vector<ValueId> split_weights_;
   const std::vector<double> costs_;
   const std::vector<std::vector<int>> uses_;

@@ -192,9 +192,9 @@ class PlanReader {
   }
 
   void check_order() const {
-    const std::string why = why_illegal_order(graph_, order_);
-    SMP_CHECK_WITH(PartitionError, why.empty(), source_,
-                   ": the operators cannot run in this order: ", why,
+    const core::Refusal refusal = why_illegal_order(graph_, order_);
+    SMP_CHECK_WITH(PartitionError, !refusal, source_,
+                   ": the operators cannot run in this order: ", *refusal,
                    ". Move them to other stages, or delete the file to partition anew.");
   }
 

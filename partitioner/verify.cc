@@ -78,9 +78,9 @@ class Verifier {
   void check_cuts() const {
     for (int i = 0; i + 1 < static_cast<int>(graph_.operators.size()); ++i) {
       if (stage_of(i) == stage_of(i + 1)) continue;
-      const std::string why = why_illegal(graph_, i);
-      check(why.empty(), "the cut between operators ", i, " and ", i + 1, " is illegal: ", why,
-            ".");
+      const core::Refusal refusal = why_illegal(graph_, i);
+      if (!refusal) continue;
+      check(false, "the cut between operators ", i, " and ", i + 1, " is illegal: ", *refusal, ".");
     }
   }
 

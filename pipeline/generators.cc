@@ -46,21 +46,20 @@ bool is_v_shaped(const ScheduleOptions& options) {
 }
 
 /// The placement that is required, if it is another one.
-std::string expected_placement(Placement placement, const ScheduleOptions& options) {
+std::optional<std::string> expected_placement(Placement placement, const ScheduleOptions& options) {
   switch (placement) {
     case Placement::kAny:
-      return "";
+      return std::nullopt;
     case Placement::kOnePerRank:
-      return is_looped(options) && options.stages() == options.ranks() ? ""
-                                                                       : "one stage on each rank";
+      if (is_looped(options) && options.stages() == options.ranks()) return std::nullopt;
+      return "one stage on each rank";
     case Placement::kLooped:
-      return is_looped(options) ? ""
-                                : "the stages to go round all ranks in the same order each time, "
-                                  "as 0,1,0,1 does with 2 ranks";
+      if (is_looped(options)) return std::nullopt;
+      return "the stages to go round all ranks in the same order each time, as 0,1,0,1 does with 2 "
+             "ranks";
     case Placement::kVShaped:
-      return is_v_shaped(options) ? ""
-                                  : "two stages on each rank, the second ones in reverse, as "
-                                    "0,1,1,0 with 2 ranks";
+      if (is_v_shaped(options)) return std::nullopt;
+      return "two stages on each rank, the second ones in reverse, as 0,1,1,0 with 2 ranks";
   }
   SMP_INTERNAL_ASSERT(false, "unknown placement");
 }
@@ -123,20 +122,18 @@ ScheduleOptions ScheduleKind::place(int ranks, int per_rank, int microbatches) c
   return ScheduleOptions::looped(ranks, per_rank, microbatches);
 }
 
-std::string ScheduleKind::misplacement(const ScheduleOptions& options) const {
+core::Refusal ScheduleKind::why_misplaced(const ScheduleOptions& options) const {
   const auto expected = expected_placement(placement, options);
-  if (expected.empty()) {
-    return "";
-  }
+  if (!expected) return std::nullopt;
   std::string fitting;
   for (const auto& kind : schedule_kinds()) {
-    if (kind.trains == trains && expected_placement(kind.placement, options).empty()) {
+    if (kind.trains == trains && !expected_placement(kind.placement, options)) {
       fitting += (fitting.empty() ? "" : ", ") + kind.name;
     }
   }
-  return c10::str("\"", name, "\" expects ", expected, ", got ",
+  return c10::str("\"", name, "\" expects ", *expected, ", got ",
                   c10::Join(",", options.rank_of_stage()),
-                  ". Place the stages so, or use one of these: ", fitting, ".");
+                  ". Place the stages so, or use one of these: ", fitting);
 }
 
 Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& backward_of_stage) {
@@ -159,8 +156,8 @@ Schedule without_backwards(const Schedule& schedule, const std::vector<bool>& ba
 
 Schedule ScheduleKind::generate(const ScheduleOptions& options) const {
   check_options(options);
-  const auto problem = misplacement(options);
-  SMP_CHECK_WITH(ConfigError, problem.empty(), "schedule option rank_of_stage: ", problem);
+  const core::Refusal refusal = why_misplaced(options);
+  SMP_CHECK_WITH(ConfigError, !refusal, "schedule option rank_of_stage: ", *refusal, ".");
   return without_backwards(order(options), options.backward_of_stage());
 }
 

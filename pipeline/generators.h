@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "pipeline/costs.h"
 #include "pipeline/schedule.h"
 
@@ -142,9 +143,8 @@ struct ScheduleKind {
   /// does not need another placement gets the stages looped.
   ScheduleOptions place(int ranks, int per_rank, int microbatches) const;
 
-  /// Why the stages of `options` are not placed as this schedule needs them and the remedy, as a
-  /// sentence; empty if they are.
-  std::string misplacement(const ScheduleOptions& options) const;
+  /// Why the stages of `options` are not placed as this schedule needs them, and the remedy.
+  core::Refusal why_misplaced(const ScheduleOptions& options) const;
 };
 
 /// All of them, in the order of the documentation.

@@ -272,7 +272,7 @@ void offer_other_schedules(const ScheduleOptions& options, bool split_backwards,
   const auto with_all = ScheduleOptions(options).backward_of_stage(
       std::vector<bool>(static_cast<size_t>(options.stages()), true));
   for (const auto& kind : schedule_kinds()) {
-    if (kind.name == "list" || !kind.trains || !kind.misplacement(options).empty() ||
+    if (kind.name == "list" || !kind.trains || kind.why_misplaced(options) ||
         (kind.splits && !split_backwards)) {
       continue;
     }

@@ -58,7 +58,7 @@ class CostMeter {
         }
       }
     }
-    for (const Transfer& transfer : transfers_of(step)) add(step, transfer);
+    for (const Delivery& delivery : deliveries_of(step)) add(step, delivery);
   }
 
   StageCosts costs(StageCosts planned) {
@@ -81,10 +81,10 @@ class CostMeter {
   }
 
  private:
-  void add(const StepTimeline& step, const Transfer& transfer) {
-    const Lane& lane = step.lanes[transfer.from_lane];
-    const TimedAction& send = lane.actions[transfer.send];
-    const TimedAction& receive = step.lanes[transfer.to_lane].actions[transfer.receive];
+  void add(const StepTimeline& step, const Delivery& delivery) {
+    const Lane& lane = step.lanes[delivery.from_lane];
+    const TimedAction& send = lane.actions[delivery.send];
+    const TimedAction& receive = step.lanes[delivery.to_lane].actions[delivery.receive];
     const size_t edge = edge_of(send.action, edges_);
     const bool back = send.action.is_backward();
     sends_.add(edge, lane.replica, send.end - send.start);

@@ -18,15 +18,15 @@ double most(const std::vector<double>& numbers) {
   return *std::max_element(numbers.begin(), numbers.end());
 }
 
-/// Why the memory limit does not hold it, or empty.
-std::string too_large(const Simulation& simulation, const std::vector<double>& limit) {
+/// Why the memory limit does not hold it.
+core::Refusal why_too_large(const Simulation& simulation, const std::vector<double>& limit) {
   for (size_t rank = 0; rank < limit.size(); ++rank) {
     if (simulation.peak_memory[rank] > limit[rank]) {
       return c10::str("rank ", rank, " would keep ", simulation.peak_memory[rank],
-                      ", more than its limit of ", limit[rank], ".");
+                      ", more than its limit of ", limit[rank]);
     }
   }
-  return "";
+  return std::nullopt;
 }
 
 /// "12.3", and no digits that mean nothing.
@@ -53,21 +53,21 @@ ScheduleRanking rank_schedules(const ScheduleOptions& options, ListSearch search
     if (!kind.trains || !needed) {
       continue;
     }
-    auto reason = kind.misplacement(options);
+    core::Refusal refusal = kind.why_misplaced(options);
     const bool always_splits = kind.splits && kind.name != "list";
-    if (reason.empty() && always_splits && !options.costs().can_split()) {
-      reason = "it splits backwards, and the time of their halves is not known.";
+    if (!refusal && always_splits && !options.costs().can_split()) {
+      refusal = "it splits backwards, and the time of their halves is not known";
     }
-    if (reason.empty()) {
+    if (!refusal) {
       auto schedule = lower(kind.generate(options), options.edges());
       auto simulation = simulate(schedule, options.edges(), options.costs());
-      reason = too_large(simulation, options.memory_limit());
-      if (reason.empty()) {
+      refusal = why_too_large(simulation, options.memory_limit());
+      if (!refusal) {
         ranking.schedules.push_back({kind.name, std::move(schedule), std::move(simulation)});
         continue;
       }
     }
-    ranking.refused.push_back({kind.name, std::move(reason)});
+    ranking.refused.push_back({kind.name, std::move(*refusal)});
   }
   const auto shortest = std::min_element(ranking.schedules.begin(), ranking.schedules.end(),
                                          [](const auto& a, const auto& b) {
@@ -98,7 +98,7 @@ std::string to_string(const ScheduleRanking& ranking) {
   }
   text += '\n';
   for (const auto& [name, reason] : ranking.refused) {
-    text += "not " + name + ": " + reason + '\n';
+    text += "not " + name + ": " + reason + ".\n";
   }
   return text;
 }

@@ -18,7 +18,7 @@ struct RankedSchedule {
 
 /// All schedules for a pipeline, compared.
 struct ScheduleRanking {
-  /// One that does not come into question, and why, as a sentence.
+  /// One that does not come into question, and why, as a clause without a full stop.
   struct Refused {
     std::string name;
     std::string reason;

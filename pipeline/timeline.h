@@ -189,7 +189,7 @@ Timeline make_timeline(std::string title, const Schedule& schedule,
                        const std::vector<RankTimeline>& recorded, const Simulation* predicted);
 
 /// A send and the receive that waited for it, as lanes and positions in them.
-struct Transfer {
+struct Delivery {
   size_t from_lane = 0;
   size_t send = 0;
   size_t to_lane = 0;
@@ -197,7 +197,7 @@ struct Transfer {
 };
 
 /// All of a step's, in the order of lanes and sends.
-std::vector<Transfer> transfers_of(const StepTimeline& step);
+std::vector<Delivery> deliveries_of(const StepTimeline& step);
 
 // --- text -----------------------------------------------------------------------------------
 

@@ -55,13 +55,13 @@ json to_json(const StepTimeline& step, const Timeline& timeline) {
                      {"actions", actions_of(lane)},
                      {"reductions", reductions_of(lane)}});
   }
-  for (const Transfer& transfer : transfers_of(step)) {
-    const Action& send = step.lanes[transfer.from_lane].actions[transfer.send].action;
+  for (const Delivery& delivery : deliveries_of(step)) {
+    const Action& send = step.lanes[delivery.from_lane].actions[delivery.send].action;
     transfers.push_back({{"kind", send.is_backward() ? "grads" : "values"},
-                         {"from", transfer.from_lane},
-                         {"send", transfer.send},
-                         {"to", transfer.to_lane},
-                         {"receive", transfer.receive}});
+                         {"from", delivery.from_lane},
+                         {"send", delivery.send},
+                         {"to", delivery.to_lane},
+                         {"receive", delivery.receive}});
   }
   return {{"name", step.name},
           {"headline", headline(step, timeline)},

@@ -46,7 +46,7 @@ class Trace {
       for (size_t i = 0; i < lane.reductions.size(); ++i) add_reduction(step, lane, i, process);
       add_memory(step, lane, process);
     }
-    for (const Transfer& transfer : transfers_of(step)) add(step, transfer, process);
+    for (const Delivery& delivery : deliveries_of(step)) add(step, delivery, process);
   }
 
   void name_lane(const Lane& lane, int process, const std::string& process_name) {
@@ -116,11 +116,11 @@ class Trace {
     }
   }
 
-  void add(const StepTimeline& step, const Transfer& transfer, int process) {
-    const Lane& from = step.lanes[transfer.from_lane];
-    const Lane& to = step.lanes[transfer.to_lane];
-    const TimedAction& send = from.actions[transfer.send];
-    const TimedAction& receive = to.actions[transfer.receive];
+  void add(const StepTimeline& step, const Delivery& delivery, int process) {
+    const Lane& from = step.lanes[delivery.from_lane];
+    const Lane& to = step.lanes[delivery.to_lane];
+    const TimedAction& send = from.actions[delivery.send];
+    const TimedAction& receive = to.actions[delivery.receive];
     ++arrows_;
     const auto end = [&](const char* phase, const Lane& lane, double time) {
       return json{{"ph", phase},

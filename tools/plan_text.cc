@@ -96,21 +96,19 @@ std::vector<int> chosen_cuts(const partitioner::Plan& plan) {
 }
 
 std::string cuts_text(const Graph& graph, const partitioner::Plan& plan) {
-  const std::vector<std::string> why = partitioner::why_illegal(graph);
-  const auto illegal =
-      std::count_if(why.begin(), why.end(), [](const std::string& text) { return !text.empty(); });
-  std::string text = fmt::format("Cuts: {} of {} are legal\n\n",
-                                 static_cast<int64_t>(why.size()) - illegal, why.size());
+  const std::vector<core::Refusal> why = partitioner::why_illegal(graph);
+  const auto legal = std::count(why.begin(), why.end(), std::nullopt);
+  std::string text = fmt::format("Cuts: {} of {} are legal\n\n", legal, why.size());
   for (const int cut : chosen_cuts(plan)) {
     text += fmt::format("  {}|{}  after {}, before {}\n", plan.stage_of_operator[cut],
                         plan.stage_of_operator[cut + 1], describe(graph, cut),
                         describe(graph, cut + 1));
   }
-  const auto first =
-      std::find_if(why.begin(), why.end(), [](const std::string& text) { return !text.empty(); });
+  const auto first = std::find_if(why.begin(), why.end(),
+                                  [](const core::Refusal& refusal) { return refusal.has_value(); });
   if (first != why.end()) {
     text += fmt::format("  the first illegal one is after {}: {}\n",
-                        describe(graph, static_cast<int>(first - why.begin())), *first);
+                        describe(graph, static_cast<int>(first - why.begin())), **first);
   }
   return text + "\n";
 }
@@ -213,9 +211,9 @@ ordered_json edges_json(const Graph& graph, const Forecast& forecast) {
 
 ordered_json cuts_json(const Graph& graph, const partitioner::Plan& plan) {
   ordered_json illegal = ordered_json::array();
-  const std::vector<std::string> why = partitioner::why_illegal(graph);
+  const std::vector<core::Refusal> why = partitioner::why_illegal(graph);
   for (size_t i = 0; i < why.size(); ++i) {
-    if (!why[i].empty()) illegal.push_back({{"after_operator", i}, {"reason", why[i]}});
+    if (why[i]) illegal.push_back({{"after_operator", i}, {"reason", *why[i]}});
   }
   return {{"chosen", chosen_cuts(plan)}, {"illegal", std::move(illegal)}};
 }

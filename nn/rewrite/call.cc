@@ -93,10 +93,10 @@ bool Call::is_free_of_gradient(int position) const {
   return layout(position).is_whole() && !has_gradient(position);
 }
 
-std::optional<Layout> Call::pin(int index) const {
+std::optional<Layout> Call::constraint(int index) const {
   const ValueId result = results_[index];
-  const auto found = layouts_.pins->find(result);
-  const bool holds = found != layouts_.pins->end() &&
+  const auto found = layouts_.constraints->find(result);
+  const bool holds = found != layouts_.constraints->end() &&
                      layouts_.whole_sets.count(graph_.values[result].alias_set) == 0;
   return holds ? std::optional(found->second) : std::nullopt;
 }

@@ -21,17 +21,17 @@ struct Treatment;
 
 /// Layouts that are given, by value: that of a parameter, divided or whole, and that to which the
 /// result of an operator is brought where it is made.
-using Pins = std::map<graph::ValueId, Layout>;
+using Constraints = std::map<graph::ValueId, Layout>;
 
 /// The layouts of a graph's values, as far as they are known.
 struct Layouts {
   std::vector<Layout> of;  ///< layout of each value
   bool are_local = false;  ///< the graph is divided: sizes and numbers in it are a rank's
-  /// Whether each value is an activation that is divided because a pin says so, or because its
-  /// sources are, element for element.
+  /// Whether each value is of a residual stream: an activation that is divided because a constraint
+  /// says so, or because its sources are, element for element.
   std::vector<char> in_stream;
-  const Pins* pins = nullptr;
-  /// Storages that are written so that they must not be divided, whatever a pin says.
+  const Constraints* constraints = nullptr;
+  /// Storages that are written so that they must not be divided, whatever a constraint says.
   std::set<int> whole_sets;
   std::vector<char> free;  ///< a parameter that the first operator to need it may divide
   /// The operators that read each value, ascending; at last `kAtEnd` if it is returned or
@@ -143,7 +143,7 @@ class Call {
   /// See `Layouts::in_stream`.
   bool in_stream(int position) const { return layouts_.in_stream[tensors_[position]] != 0; }
   /// The layout to which a result will be brought; nothing if it stays as it is made.
-  std::optional<Layout> pin(int index = 0) const;
+  std::optional<Layout> constraint(int index = 0) const;
   /// A parameter that is not used otherwise yet, and that may be divided so.
   bool may_become(int position, const Layout& layout) const;
   /// It is whole and no gradient flows back to it: a part of it costs nothing.

@@ -25,23 +25,24 @@ bool is_one_of(const std::string& name, std::initializer_list<const char*> names
 
 class Chooser {
  public:
-  Chooser(Propagation& propagation, const Pins& fixed, bool insist)
+  Chooser(Propagation& propagation, const Constraints& fixed, bool insist)
       : propagation_(propagation), graph_(propagation.graph()), fixed_(fixed), insist_(insist) {
-    choice_.pins = fixed;
+    choice_.constraints = fixed;
   }
 
   Choice run() {
-    choice_.whole_us = propagation_.run(choice_.pins).us;
-    propagation_.expect_streams(true);
-    best_ = propagation_.run(choice_.pins);
+    choice_.whole_us = propagation_.run(choice_.constraints).us;
+    propagation_.expect_residual_streams(true);
+    best_ = propagation_.run(choice_.constraints);
     const std::vector<ValueId> weights = weights_in_order();
     for (ValueId seed : weights) {
-      if (propagation_.is_allowed(seed) && is_open(seed, choice_.pins, best_)) consider(seed);
+      if (propagation_.is_allowed(seed) && is_open(seed, choice_.constraints, best_))
+        consider(seed);
     }
     for (ValueId weight : weights) {
-      if (choice_.pins.count(weight) > 0 && fixed_.count(weight) == 0) reconsider(weight);
+      if (choice_.constraints.count(weight) > 0 && fixed_.count(weight) == 0) reconsider(weight);
     }
-    propagation_.expect_streams(false);
+    propagation_.expect_residual_streams(false);
     // A weight that a later choice divided was not refused after all.
     for (auto it = choice_.refusals.begin(); it != choice_.refusals.end();) {
       it = best_.layouts[it->first].is_divided() ? choice_.refusals.erase(it) : std::next(it);
@@ -53,8 +54,8 @@ class Chooser {
   const Call& call(int index) const { return propagation_.calls()[index]; }
   const std::vector<int>& users(ValueId value) const { return propagation_.users()[value]; }
 
-  static bool is_open(ValueId value, const Pins& pins, const Outcome& outcome) {
-    return pins.count(value) == 0 && !outcome.layouts[value].is_divided();
+  static bool is_open(ValueId value, const Constraints& constraints, const Outcome& outcome) {
+    return constraints.count(value) == 0 && !outcome.layouts[value].is_divided();
   }
 
   /// Weights by first use; tables of embeddings at the end, since how they are divided depends on
@@ -85,12 +86,12 @@ class Chooser {
         shortest = std::move(made);
       }
     };
-    Pins without = choice_.pins;
+    Constraints without = choice_.constraints;
     without.erase(weight);
     keep({without, propagation_.run(without)});
     for (const Layout& option : options_of(weight, false)) keep(attempt(without, weight, option));
     if (!shortest) return;
-    choice_.pins = std::move(shortest->pins);
+    choice_.constraints = std::move(shortest->constraints);
     best_ = std::move(shortest->outcome);
     if (!best_.layouts[weight].is_divided()) {
       choice_.refusals[weight] = "with what else is divided, it is predicted to be faster whole";
@@ -116,7 +117,7 @@ class Chooser {
       if (grown.outcome.us < bound) shortest = std::move(grown);
     }
     if (shortest) {
-      choice_.pins = std::move(shortest->pins);
+      choice_.constraints = std::move(shortest->constraints);
       best_ = std::move(shortest->outcome);
     } else if (options.empty()) {
       choice_.refusals[seed] =
@@ -140,12 +141,11 @@ class Chooser {
     if (*heads > 0) {
       return c10::str(*heads, " heads cannot be divided among ", ranks(), " ranks");
     }
-    const std::string blocks = indivisible_blocks(weight);
-    return blocks.empty() ? "its heads cannot be told apart" : blocks;
+    return indivisible_blocks(weight).value_or("its heads cannot be told apart");
   }
 
   /// The blocks, such as those of queries, keys and values, of which ranks cannot get a part each.
-  std::string indivisible_blocks(ValueId weight) const {
+  std::optional<std::string> indivisible_blocks(ValueId weight) const {
     const auto& sizes = graph_.values[weight].meta.sizes;
     std::set<int64_t> blocks;
     add_hints(weight, blocks);
@@ -158,37 +158,37 @@ class Chooser {
                         " cannot be divided among ", ranks(), " ranks");
       }
     }
-    return "";
+    return std::nullopt;
   }
 
   int ranks() const { return call(0).ranks(); }
 
   /// Divides a weight and, as long as that helps, those whose results meet it undivided.
   Try grow(ValueId seed, const Layout& option) {
-    Try current = attempt(choice_.pins, seed, option);
+    Try current = attempt(choice_.constraints, seed, option);
     std::set<ValueId> considered = {seed};
     while (true) {
       std::optional<ValueId> next;
       for (const Wish& wish : current.outcome.wishes) {
         for (ValueId weight : origins(wish.value)) {
-          const bool open = is_open(weight, current.pins, current.outcome);
+          const bool open = is_open(weight, current.constraints, current.outcome);
           if (!next && open && considered.insert(weight).second) next = weight;
         }
       }
       if (!next) return current;
       const Try before = current;
       for (const Layout& other : options_of(*next, false)) {
-        Try grown = attempt(before.pins, *next, other);
+        Try grown = attempt(before.constraints, *next, other);
         const bool cuts = is_refused(grown.outcome);
         if (!cuts && grown.outcome.us < current.outcome.us * (1 - kTie)) current = std::move(grown);
       }
     }
   }
 
-  Try attempt(const Pins& pins, ValueId seed, const Layout& option) {
-    Try made{pins, {}};
-    made.pins[seed] = option;
-    made.outcome = propagation_.run(made.pins);
+  Try attempt(const Constraints& constraints, ValueId seed, const Layout& option) {
+    Try made{constraints, {}};
+    made.constraints[seed] = option;
+    made.outcome = propagation_.run(made.constraints);
     return made;
   }
 
@@ -361,7 +361,7 @@ class Chooser {
 
   Propagation& propagation_;
   const Graph& graph_;
-  const Pins& fixed_;
+  const Constraints& fixed_;
   const bool insist_;
   Choice choice_;
   Outcome best_;
@@ -388,7 +388,7 @@ bool is_weight(const Propagation& propagation, ValueId value) {
   return false;
 }
 
-Choice choose(Propagation& propagation, const Pins& fixed, bool insist) {
+Choice choose(Propagation& propagation, const Constraints& fixed, bool insist) {
   return Chooser(propagation, fixed, insist).run();
 }
 

@@ -10,7 +10,7 @@ namespace smp::nn::rewrite {
 
 /// Which parameters to divide.
 struct Choice {
-  Pins pins;
+  Constraints constraints;
   double whole_us = 0;  ///< predicted with only fixed divisions
   /// The reason for each parameter that could have been divided and is not.
   std::map<graph::ValueId, std::string> refusals;
@@ -25,6 +25,6 @@ bool is_weight(const Propagation& propagation, graph::ValueId value);
 /// where that helps. The try with the shortest predicted time is kept if it is shorter than
 /// without, or if it has to be (`insist`); ties go to the first try. Attention whose heads cannot
 /// be divided is left alone.
-Choice choose(Propagation& propagation, const Pins& fixed, bool insist);
+Choice choose(Propagation& propagation, const Constraints& fixed, bool insist);
 
 }  // namespace smp::nn::rewrite

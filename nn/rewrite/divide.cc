@@ -9,7 +9,7 @@
 #include "nn/rewrite/build.h"
 #include "nn/rewrite/choose.h"
 #include "nn/rewrite/propagate.h"
-#include "nn/rewrite/streams.h"
+#include "nn/rewrite/residual_streams.h"
 
 namespace smp::nn::rewrite {
 namespace {
@@ -24,8 +24,8 @@ ParameterSplit split_of(const Value& value, const Layout& layout, int ranks) {
 }
 
 /// The parameters that are divided already.
-Pins fixed_pins(const Graph& whole, const DivideOptions& options) {
-  Pins pins;
+Constraints fixed_constraints(const Graph& whole, const DivideOptions& options) {
+  Constraints constraints;
   for (size_t v = 0; v < whole.values.size(); ++v) {
     const Value& value = whole.values[v];
     const auto found = options.fixed.find(value.name);
@@ -39,9 +39,10 @@ Pins fixed_pins(const Graph& whole, const DivideOptions& options) {
                    " ranks. Parameters keep their sizes, and the way they are divided, once a step "
                    "has run");
     split.check();
-    pins[static_cast<ValueId>(v)] = Layout::divided(static_cast<int>(split.dim), split.blocks);
+    constraints[static_cast<ValueId>(v)] =
+        Layout::divided(static_cast<int>(split.dim), split.blocks);
   }
-  return pins;
+  return constraints;
 }
 
 /// True for a bias that is added after the sum over the ranks.
@@ -87,7 +88,7 @@ void decide(const Propagation& propagation, const Choice& choice, const Outcome&
       decision.split = split_of(value, outcome.layouts[v], options.ranks);
       divided.parameters[value.name] = *decision.split;
     } else {
-      decision.reason = reason_of(propagation, choice, outcome, id);
+      decision.why_whole = reason_of(propagation, choice, outcome, id);
       decision.skipped = propagation.is_allowed(id) && is_weight(propagation, id);
     }
     divided.decisions.push_back(std::move(decision));
@@ -96,15 +97,15 @@ void decide(const Propagation& propagation, const Choice& choice, const Outcome&
 
 }  // namespace
 
-std::string why_not(const Graph& whole, const DivideOptions& options) {
+core::Refusal why_none_divided(const Graph& whole, const DivideOptions& options) {
   if (options.ranks <= 1) return "the tensor-parallel group has one rank";
   const Propagation propagation(whole, options);
   bool any_weight = false;
   for (size_t v = 0; v < whole.values.size(); ++v) {
     const auto id = static_cast<ValueId>(v);
-    if (options.fixed.count(whole.values[v].name) > 0) return "";
+    if (options.fixed.count(whole.values[v].name) > 0) return std::nullopt;
     if (!is_weight(propagation, id)) continue;
-    if (propagation.is_allowed(id)) return "";
+    if (propagation.is_allowed(id)) return std::nullopt;
     any_weight = true;
   }
   return any_weight ? "no module with a weight of products or embeddings is marked for tensor "
@@ -115,15 +116,16 @@ std::string why_not(const Graph& whole, const DivideOptions& options) {
 DividedGraph divide(const Graph& whole, const DivideOptions& options) {
   SMP_INTERNAL_ASSERT(options.ranks > 1, "a graph divided among ", options.ranks, " ranks");
   Propagation propagation(whole, options);
-  const Choice choice = choose(propagation, fixed_pins(whole, options), options.insist);
-  Streams streams;
-  streams.outcome = propagation.run(choice.pins);
+  const Choice choice = choose(propagation, fixed_constraints(whole, options), options.insist);
+  ResidualStreams streams;
+  streams.outcome = propagation.run(choice.constraints);
   const int64_t kept_bytes = streams.outcome.kept_bytes;
-  if (options.streams) streams = choose_streams(propagation, choice.pins, options);
+  if (options.residual_streams)
+    streams = choose_residual_streams(propagation, choice.constraints, options);
   const Outcome& outcome = streams.outcome;
   DividedGraph divided = build(propagation, outcome, options);
   divided.ranks = options.ranks;
-  divided.streams = std::move(streams.decisions);
+  divided.residual_streams = std::move(streams.decisions);
   divided.kept_bytes = outcome.kept_bytes;
   divided.kept_bytes_with_whole_streams = kept_bytes;
   divided.whole_us = choice.whole_us;

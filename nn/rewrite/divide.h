@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/graph.h"
 #include "graph/graph_map.h"
 #include "smp/nn/layout.h"
@@ -36,8 +37,8 @@ struct DivideOptions {
   /// computed, added up and used (four passes at 5 GB/s).
   double parameter_us_per_byte = 0.0008;
   /// Divide the activations between divided layers, too (`optimize: "memory"`).
-  bool streams = false;
-  /// The gain, for `streams`, from a byte of an activation that a rank need not keep of a
+  bool residual_streams = false;
+  /// The gain, for these, from a byte of an activation that a rank need not keep of a
   /// microbatch until its backward pass: five saved make up for one us.
   double activation_us_per_byte = 0.2;
 };
@@ -48,20 +49,20 @@ struct ParameterDecision {
   std::vector<int64_t> sizes;
   int64_t bytes = 0;                    ///< bytes of the whole
   std::optional<ParameterSplit> split;  ///< nothing: every rank holds the whole
-  std::string reason;                   ///< reason of a whole one, a sentence without its full stop
+  core::Refusal why_whole;              ///< nothing: it is divided
   /// A weight of a marked module, of products or an embedding, that stays whole.
   bool skipped = false;
 };
 
 /// Activations between divided layers that belong together, element for element: those of the
 /// residual stream of a transformer, say.
-struct StreamDecision {
+struct ResidualStreamDecision {
   std::string first;           ///< the module where it begins
   std::string last;            ///< and where it ends, or the last of several like it
-  int streams = 1;             ///< so many alike, one after the other
+  int alike = 1;               ///< so many alike, one after the other
   std::vector<int64_t> sizes;  ///< sizes of the activation that was tried first
   int dim = -1;                ///< along which each rank has its part; -1: every rank has all of it
-  std::string reason;          ///< reason of a whole one, a sentence without its full stop
+  core::Refusal why_whole;     ///< nothing: it is divided
 };
 
 /// The messages between ranks of the group for one microbatch.
@@ -88,11 +89,12 @@ struct DividedGraph {
   graph::GraphMap map;
   std::map<std::string, ParameterSplit> parameters;  ///< the divided ones
   std::vector<ParameterDecision> decisions;          ///< every parameter, in the graph's order
-  std::vector<StreamDecision> streams;               ///< decisions with `DivideOptions::streams`
+  /// Decided with `DivideOptions::residual_streams`.
+  std::vector<ResidualStreamDecision> residual_streams;
   /// Operators of the whole graph that are computed as `DivideOptions::options_of` says.
   std::set<size_t> computed_otherwise;
   /// Bytes of activations that a rank keeps of a microbatch until its backward pass: predicted from
-  /// sizes. The second: if all streams were whole.
+  /// sizes. The second: if all residual streams were whole.
   int64_t kept_bytes = 0, kept_bytes_with_whole_streams = 0;
   Traffic traffic;
   std::map<std::string, Traffic> traffic_of;  ///< traffic by the operators' scope
@@ -100,9 +102,8 @@ struct DividedGraph {
   double divided_us = 0;  ///< the same as divided
 };
 
-/// Why no parameter of the graph can be divided, as a sentence without its full stop; empty: some
-/// may.
-std::string why_not(const graph::Graph& whole, const DivideOptions& options);
+/// Why no parameter of the graph can be divided.
+core::Refusal why_none_divided(const graph::Graph& whole, const DivideOptions& options);
 
 /// Divides the parameters of a captured graph among the ranks of a tensor-parallel group, where
 /// that is predicted to be worth it, and inserts the operators that communicate. A pure function:

@@ -149,21 +149,21 @@ bool Propagation::is_allowed(ValueId value) const {
          options_.allowed.count(graph_.values[value].name) > 0;
 }
 
-Outcome Propagation::run(const Pins& pins) {
+Outcome Propagation::run(const Constraints& constraints) {
   if (recalls_) {
     layouts_.of = std::move(of_);
     layouts_.in_stream = std::move(in_stream_);
     recalls_ = false;
   }
-  // A storage that had to be whole need not be with other pins.
+  // A storage that had to be whole need not be with other constraints.
   if (has_run_ && layouts_.whole_sets.empty()) {
-    note_changes(pins);
+    note_changes(constraints);
   } else {
     note_all();
   }
   layouts_.whole_sets.clear();
-  pins_ = pins;
-  layouts_.pins = &pins_;
+  constraints_ = constraints;
+  layouts_.constraints = &constraints_;
   while (!treat_noted()) note_all();
   has_run_ = true;
   return outcome();
@@ -174,9 +174,9 @@ void Propagation::note_all() {
   std::fill(is_stale_.begin(), is_stale_.end(), 1);
 }
 
-/// Notes the operators that make values with other pins or, of those that are given, use them
-/// first.
-void Propagation::note_changes(const Pins& pins) {
+/// Notes the operators that make values with other constraints or, of those that are given, use
+/// them first.
+void Propagation::note_changes(const Constraints& constraints) {
   const auto note = [&](ValueId value) {
     is_stale_[value] = 1;
     const int producer = graph_.values[value].producer;
@@ -184,14 +184,14 @@ void Propagation::note_changes(const Pins& pins) {
     if (producer >= 0) is_noted_[producer] = 1;
     if (producer < 0 && !users.empty() && users[0] != Layouts::kAtEnd) is_noted_[users[0]] = 1;
   };
-  const auto compare = [&](const Pins& some, const Pins& others) {
+  const auto compare = [&](const Constraints& some, const Constraints& others) {
     for (const auto& [value, layout] : some) {
       const auto other = others.find(value);
       if (other == others.end() || other->second != layout) note(value);
     }
   };
-  compare(pins, pins_);
-  compare(pins_, pins);
+  compare(constraints, constraints_);
+  compare(constraints_, constraints);
 }
 
 /// False: a storage that is written turned out to need to be whole, which `Layouts::whole_sets`
@@ -215,15 +215,15 @@ bool Propagation::treat_noted() {
 
 /// The layout of a value that no operator makes, before one uses it.
 Layout Propagation::layout_at_start(ValueId value) const {
-  const auto pin = pins_.find(value);
-  return pin == pins_.end() ? Layout::whole() : pin->second;
+  const auto constraint = constraints_.find(value);
+  return constraint == constraints_.end() ? Layout::whole() : constraint->second;
 }
 
 /// Whether how the operator needs a parameter decides how it is divided: it is the first to use it.
 bool Propagation::decides(const Call& call, ValueId value) const {
   return graph_.values[value].producer < 0 &&
-         layouts_.users[value][0] == static_cast<int>(call.index()) && pins_.count(value) == 0 &&
-         is_allowed(value);
+         layouts_.users[value][0] == static_cast<int>(call.index()) &&
+         constraints_.count(value) == 0 && is_allowed(value);
 }
 
 /// Has the values that the operator is the first to use lie as at the start.
@@ -374,22 +374,22 @@ Propagation::Step Propagation::settle(const Call& call, Treatment treatment) {
   return step;
 }
 
-/// Notes in which layout a result is from here on: that of its pin, if it has one.
+/// Notes in which layout a result is from here on: that of its constraint, if it has one.
 void Propagation::settle_result(const Call& call, const Treatment& treatment, size_t r,
                                 bool in_stream) {
   const ValueId value = call.results()[r];
   const Layout& made = treatment.results[r];
-  const auto pin = call.pin(static_cast<int>(r));
-  layouts_.of[value] = pin.value_or(made);
-  layouts_.in_stream[value] = pin || (in_stream && made.is_divided()) ? 1 : 0;
+  const auto constraint = call.constraint(static_cast<int>(r));
+  layouts_.of[value] = constraint.value_or(made);
+  layouts_.in_stream[value] = constraint || (in_stream && made.is_divided()) ? 1 : 0;
 }
 
 /// The time of an operator, and of the messages that it sends itself.
 double Propagation::time_of(const Call& call, const Treatment& treatment) const {
   const double time = times_[call.index()];
   const double call_time = std::min(time, graph_.trains() ? 3 * kCallUs : kCallUs);
-  const bool in_parts =
-      works_on_parts(treatment) || (expects_streams_ && may_be_in_stream_[call.index()] != 0);
+  const bool in_parts = works_on_parts(treatment) ||
+                        (expects_residual_streams_ && may_be_in_stream_[call.index()] != 0);
   const auto [forward, backward] = times_of(traffic_inside(call, treatment), options_);
   return (in_parts ? call_time + (time - call_time) / options_.ranks : time) + forward + backward;
 }
@@ -551,7 +551,7 @@ void Propagation::recall(const Outcome& outcome) {
   }
   layouts_.of = outcome.layouts;
   layouts_.in_stream = outcome.in_stream;
-  layouts_.pins = &no_pins_;
+  layouts_.constraints = &no_constraints_;
 }
 
 std::optional<Layout> Propagation::carried(size_t operator_index, int position,

@@ -23,7 +23,7 @@ struct Obstacle {
 struct Wish {
   graph::ValueId value;
   Layout layout;
-  bool by_stream;  ///< it meets a value of a stream
+  bool by_stream;  ///< it meets a value of one
 };
 
 /// How a graph runs with some parameters divided.
@@ -39,9 +39,9 @@ struct Outcome {
   int joined_parameters = 0;  ///< how often a divided parameter has to be made whole
 };
 
-/// Pins that are tried, and how the graph runs with them.
+/// Constraints that are tried, and how the graph runs with them.
 struct Try {
-  Pins pins;
+  Constraints constraints;
   Outcome outcome;
 };
 
@@ -51,18 +51,18 @@ constexpr double kTie = 1e-9;
 constexpr int kReach = 12;
 
 /// Finds out, operator by operator in program order, how a graph runs with some parameters divided.
-/// A run goes on from the one before: it treats anew those operators only that other pins, or
-/// values that lie otherwise for them, concern.
+/// A run goes on from the one before: it treats anew those operators only that other constraints,
+/// or values that lie otherwise for them, concern.
 class Propagation {
  public:
   Propagation(const graph::Graph& graph, const DivideOptions& options);
 
-  Outcome run(const Pins& pins);
-  /// From here on, with `DivideOptions::streams`: whether operators on whole activations that could
-  /// work on parts of them count the time of parts. So weights are divided as is best when
-  /// activations between them are divided, too.
-  void expect_streams(bool on) {
-    expects_streams_ = on && options_.streams;
+  Outcome run(const Constraints& constraints);
+  /// From here on, with `DivideOptions::residual_streams`: whether operators on whole activations
+  /// that could work on parts of them count the time of parts. So weights are divided as is best
+  /// when activations between them are divided, too.
+  void expect_residual_streams(bool on) {
+    expects_residual_streams_ = on && options_.residual_streams;
     has_run_ = false;
   }
 
@@ -114,7 +114,7 @@ class Propagation {
   void note_values();
   void note_events();
   void note_all();
-  void note_changes(const Pins& pins);
+  void note_changes(const Constraints& constraints);
   bool treat_noted();
   bool renew(size_t index);
   void enter(const Call& call);
@@ -146,12 +146,12 @@ class Propagation {
   std::vector<bool> lasting_;                            // sets that outlive the microbatch
   std::vector<int> last_writes_;                         // last writer of each set, or -1
   std::vector<std::vector<int>> events_;  // operators that read each value, or write its storage
-  const Pins no_pins_;
-  bool expects_streams_ = false;
+  const Constraints no_constraints_;
+  bool expects_residual_streams_ = false;
 
   // The last run.
   bool has_run_ = false;
-  Pins pins_;
+  Constraints constraints_;
   std::vector<Step> steps_;
   std::vector<ValueCost> costs_;
   std::vector<char> is_noted_;  // whether each operator is to be treated anew

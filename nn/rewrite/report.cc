@@ -45,7 +45,7 @@ void add_table(const std::vector<Row>& rows, std::ostream& out) {
 Row row_of(const ParameterDecision& decision) {
   if (!decision.split) {
     return {decision.name, text_of(decision.sizes), text_of(decision.sizes),
-            "whole: " + decision.reason};
+            "whole: " + *decision.why_whole};
   }
   std::string how = c10::str("divided along dimension ", decision.split->dim);
   if (decision.split->blocks > 1) how += c10::str(" in ", decision.split->blocks, " blocks");
@@ -58,22 +58,22 @@ Row row_of(const std::string& scope, const Traffic& traffic) {
           text_of_bytes(traffic.backward_bytes)};
 }
 
-Row row_of(const StreamDecision& decision, int ranks) {
+Row row_of(const ResidualStreamDecision& decision, int ranks) {
   std::string name = decision.first.empty() ? "(no module)" : decision.first;
   if (decision.last != decision.first) name += " to " + decision.last;
-  if (decision.streams > 1) name += c10::str(" (", decision.streams, " alike)");
+  if (decision.alike > 1) name += c10::str(" (", decision.alike, " alike)");
   std::vector<int64_t> local = decision.sizes;
   if (decision.dim >= 0) local[decision.dim] /= ranks;
   return {name, text_of(decision.sizes), text_of(local),
-          decision.dim < 0 ? "whole: " + decision.reason
+          decision.dim < 0 ? "whole: " + *decision.why_whole
                            : c10::str("divided along dimension ", decision.dim)};
 }
 
 /// Which activations between divided layers are divided, and the savings.
-void add_streams(const DividedGraph& divided, std::ostream& out) {
-  if (divided.streams.empty()) return;
+void add_residual_streams(const DividedGraph& divided, std::ostream& out) {
+  if (divided.residual_streams.empty()) return;
   std::vector<Row> rows = {{"activations between divided layers", "sizes", "on a rank", ""}};
-  for (const StreamDecision& decision : divided.streams) {
+  for (const ResidualStreamDecision& decision : divided.residual_streams) {
     rows.push_back(row_of(decision, divided.ranks));
   }
   add_table(rows, out);
@@ -98,7 +98,7 @@ std::string report(const DividedGraph& divided) {
       << " divided; a rank holds " << text_of_bytes(local) << " of " << text_of_bytes(whole)
       << "\n";
   add_table(parameters, out);
-  add_streams(divided, out);
+  add_residual_streams(divided, out);
   out << "Predicted for a microbatch: " << std::llround(divided.divided_us) << " us instead of "
       << std::llround(divided.whole_us) << "\n";
   if (divided.traffic_of.empty()) return out.str();

@@ -14,9 +14,9 @@ using Result = std::optional<Treatment>;
 
 /// How a sum over the ranks is wanted, if in parts that can be had without the whole.
 std::optional<Layout> layout_of_sum(const Call& call) {
-  const auto pin = call.pin();
-  const bool in_parts = pin && pin->is_divided() && pin->blocks == 1;
-  return in_parts ? pin : std::nullopt;
+  const auto constraint = call.constraint();
+  const bool in_parts = constraint && constraint->is_divided() && constraint->blocks == 1;
+  return in_parts ? constraint : std::nullopt;
 }
 
 /// That sum.

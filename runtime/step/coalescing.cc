@@ -30,17 +30,15 @@ class Chooser {
 
   CoalescingChoice run() {
     CoalescingChoice chosen;
-    std::string reason = why_not();
-    if (reason.empty()) {
-      chosen = request_.measured ? fastest(reason) : like_the_first(reason);
-    }
-    report(chosen.coalesced.get(), reason);
+    core::Refusal refusal = why_one_by_one();
+    if (!refusal) chosen = request_.measured ? fastest(refusal) : like_the_first(refusal);
+    report(chosen.coalesced.get(), refusal);
     return chosen;
   }
 
  private:
   /// The reason that forbids it whatever the number.
-  std::string why_not() const {
+  core::Refusal why_one_by_one() const {
     const Config& config = runtime_.config();
     if (request_.per_microbatch) return "its function runs for each microbatch";
     if (config.pipeline() == "file") return "a schedule file is for one number of microbatches";
@@ -61,33 +59,33 @@ class Chooser {
     return result;
   }
 
-  std::shared_ptr<graph::Coalesced> make(int factor, std::string& reason) const {
-    std::shared_ptr<graph::Coalesced> made = try_to_make(factor, reason);
+  std::shared_ptr<graph::Coalesced> make(int factor, core::Refusal& refusal) const {
+    std::shared_ptr<graph::Coalesced> made = try_to_make(factor, refusal);
     const auto ranks = request_.measured ? runtime_.world() : runtime_.group(CommGroup::kMp);
     const auto texts =
-        comm::all_gather_bytes(*ranks, made ? std::to_string(made->graph.fingerprint()) : reason);
+        comm::all_gather_bytes(*ranks, made ? std::to_string(made->graph.fingerprint()) : *refusal);
     for (const std::string& text : texts) {
       if (text == texts[0]) continue;
-      reason = "the ranks captured other graphs on more samples";
+      refusal = "the ranks captured other graphs on more samples";
       return nullptr;
     }
     return made;
   }
 
-  std::shared_ptr<graph::Coalesced> try_to_make(int factor, std::string& reason) const {
+  std::shared_ptr<graph::Coalesced> try_to_make(int factor, core::Refusal& refusal) const {
     try {
       const graph::TraceResult traced =
           request_.capture(request_.inputs(request_.microbatches / factor));
       if (traced.recorded) graph::give_data_to_constants(*traced.recorded, traced.kept);
       const graph::Graph& many = traced.recorded ? *traced.recorded : *traced.match;
       const auto axes = graph::find_batch_axes(request_.graph, many, factor);
-      reason = axes.refusal;
-      if (!reason.empty()) return nullptr;
+      refusal = axes.refusal;
+      if (refusal) return nullptr;
       return std::make_shared<graph::Coalesced>(
           graph::coalesce(request_.graph, many, axes, factor));
     } catch (const c10::Error& error) {
-      reason = c10::str("the function fails on ", factor,
-                        " times the samples: ", core::text_without_prefix(error));
+      refusal = c10::str("the function fails on ", factor,
+                         " times the samples: ", core::text_without_prefix(error));
     }
     return nullptr;
   }
@@ -115,11 +113,11 @@ class Chooser {
   }
 
   /// Measures each number that is possible.
-  CoalescingChoice fastest(std::string& reason) {
+  CoalescingChoice fastest(core::Refusal& refusal) {
     CoalescingChoice best = candidate(nullptr);
     double shortest = predict(best, 1);
     for (int factor : factors()) {
-      const auto made = make(factor, reason);
+      const auto made = make(factor, refusal);
       if (!made) break;  // more samples will not do better
       measure_costs_once(runtime_, made->graph, request_.inputs(request_.microbatches / factor),
                          request_.key, {}, request_.step_name);
@@ -131,8 +129,8 @@ class Chooser {
     }
     if (best.coalesced) {
       runtime_.first_step.coalescing = best.coalesced->map.factor;
-    } else if (reason.empty()) {
-      reason = "nothing else is predicted to be faster";
+    } else if (!refusal) {
+      refusal = "nothing else is predicted to be faster";
       runtime_.first_step.coalescing = 1;
     }
     return best;
@@ -140,7 +138,7 @@ class Chooser {
 
   /// Coalesces as many as the first graph does, or, where none was measured, as leaves two for each
   /// rank.
-  CoalescingChoice like_the_first(std::string& reason) {
+  CoalescingChoice like_the_first(core::Refusal& refusal) {
     const int64_t most = runtime_.first_step.coalescing > 0
                              ? runtime_.first_step.coalescing
                              : std::max<int64_t>(microbatches_ / (2 * ranks_), 1);
@@ -148,19 +146,19 @@ class Chooser {
     for (int factor : factors()) {
       if (factor <= most) chosen = factor;
     }
-    reason = "the first graph does";
+    refusal = "the first graph does";
     if (chosen == 1) return {};
-    const auto made = make(chosen, reason);
+    const auto made = make(chosen, refusal);
     if (!made) return {};
     partitioner::estimate_costs(made->graph, runtime_.first_step.measured.get(),
                                 runtime_.first_step.costs.compute);
     CoalescingChoice choice = candidate(made);
     if (step_us(choice, chosen) < std::numeric_limits<double>::infinity()) return choice;
-    reason = "there is no plan for more samples at once";
+    refusal = "there is no plan for more samples at once";
     return {};
   }
 
-  void report(const graph::Coalesced* chosen, const std::string& reason) const {
+  void report(const graph::Coalesced* chosen, const core::Refusal& refusal) const {
     if (runtime_.rank() != 0) return;
     std::string text = c10::str("step function \"", request_.step_name, "\": ", microbatches_,
                                 " microbatches run ");
@@ -170,7 +168,7 @@ class Chooser {
                        chosen->map.operators.size(), " operators run once for all ",
                        chosen->map.factor);
     } else {
-      text += c10::str("one by one, though \"numerics\" is \"fast\": ", reason);
+      text += c10::str("one by one, though \"numerics\" is \"fast\": ", *refusal);
     }
     if (!predictions_.empty()) text += c10::str(". Predicted steps: ", predictions_);
     core::log_info(text + ".");

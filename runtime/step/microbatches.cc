@@ -98,11 +98,11 @@ void check_same_microbatches(const std::vector<int64_t>& counts, const std::stri
                          "batch (drop_last)");
 }
 
-std::string why_not_captured(const detail::StepCall& call, const StepInputs& known,
-                             const at::Tensor& tensor) {
+core::Refusal why_no_constant(const detail::StepCall& call, const StepInputs& known,
+                              const at::Tensor& tensor) {
   // A single row is that of every sample.
-  if (call.microbatches == 1 || tensor.dim() == 0 || tensor.size(0) <= 1) return "";
-  if (known.wholes.holds(tensor)) return "";
+  if (call.microbatches == 1 || tensor.dim() == 0 || tensor.size(0) <= 1) return std::nullopt;
+  if (known.wholes.holds(tensor)) return std::nullopt;
   bool is_given_tensors = call.per_microbatch;
   for (size_t i = 0; i < call.tensors.size(); ++i) {
     const auto& axis = call.cuts[i].axis;
@@ -111,7 +111,7 @@ std::string why_not_captured(const detail::StepCall& call, const StepInputs& kno
     return c10::str("and has the size of the batch (", tensor.size(0), ") on axis 0: each of the ",
                     call.microbatches, " microbatches would get the whole of it");
   }
-  if (is_given_tensors) return "";
+  if (is_given_tensors) return std::nullopt;
   return c10::str("and the function has no tensor among its arguments: each of the ",
                   call.microbatches, " microbatches would get the whole of it");
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/graph.h"
 #include "smp/detail/step_call.h"
 
@@ -36,11 +37,10 @@ void check_same_microbatches(const std::vector<int64_t>& counts, const std::stri
                              const std::string& reason);
 
 /// Why a step function whose batch is cut must be given a tensor that it captures: it looks like
-/// the batch, and each microbatch would get the whole of it. The end of a sentence; empty if it may
-/// be captured. Numbers may, and tensors that are the same for all microbatches by the words of the
-/// program or a step function.
-std::string why_not_captured(const detail::StepCall& call, const StepInputs& known,
-                             const at::Tensor& tensor);
+/// the batch, and each microbatch would get the whole of it. Numbers may be captured, and tensors
+/// that are the same for all microbatches by the words of the program or a step function.
+core::Refusal why_no_constant(const detail::StepCall& call, const StepInputs& known,
+                              const at::Tensor& tensor);
 
 std::vector<graph::TensorMeta> metas_of(const std::vector<at::Tensor>& tensors);
 

@@ -53,7 +53,7 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
   draw(0, {});
   x.mm(x);  // makes cuBLAS's handle
   at::Tensor product, first, second, again;
-  graph::GraphCapture capture(kGpu);
+  graph::DeviceGraphCapture capture(kGpu);
   const graph::CapturedWork work = capture.capture({2, 5}, [&] {
     first = draw(5, {});
     product = x.mm(x);
@@ -74,7 +74,7 @@ TEST(Cuda, GraphsComputeAndDrawAsOperatorsDo) {
 /// Afterwards all goes on: random operators, freed memory, another capture.
 TEST(Cuda, ACaptureThatFailsLeavesNothing) {
   const at::Tensor x = at::ones({1000}, kGpu);
-  graph::GraphCapture capture(kGpu);
+  graph::DeviceGraphCapture capture(kGpu);
   EXPECT_THROW(capture.capture({0}, [&] { (x + draw(0, {})).cpu(); }), c10::Error);
   EXPECT_EQ((draw(0, {}) * 0 + x).sum().item<float>(), 1000);
   c10::getDeviceAllocator(at::kCUDA)->emptyCache();

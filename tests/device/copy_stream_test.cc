@@ -54,7 +54,7 @@ TEST(CopyStream, ComputationsWaitForWhatArrivesAndTheHostDoesNot) {
 
 /// A rank that shares the device captures meanwhile, on another thread.
 TEST(CopyStream, KeepsMemoryWhileAGraphIsCaptured) {
-  graph::GraphCapture capture(fake_device());
+  graph::DeviceGraphCapture capture(fake_device());
   const at::Tensor x = at::ones({4}, fake_device());
   std::vector<at::Tensor> sums;
   const auto work = capture.capture({}, [&] {

@@ -21,7 +21,7 @@ namespace smp::testing {
 namespace {
 
 using graph::CapturedWork;
-using graph::GraphCapture;
+using graph::DeviceGraphCapture;
 using graph::RandomKey;
 
 at::Tensor ones(int64_t count) { return at::ones({count}, fake_device()); }
@@ -43,7 +43,7 @@ at::Tensor draw(int ordinal, const RandomKey& key, const char* op = "aten::berno
 
 TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
   const at::Tensor x = ones(4), y = ones(4);
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   const CapturedWork work = capture.capture({}, [&] { y.add_(x * 2); });
   expect_all(y, 1);
   work.launch({});
@@ -55,7 +55,7 @@ TEST(DeviceGraph, WorkIsDoneEachTimeItIsLaunched) {
 
 TEST(DeviceGraph, IsNotLaunchedWhereNothingWasCaptured) {
   at::Tensor memory;
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   const CapturedWork nothing = capture.capture({}, [&] { memory = at::empty({4}, fake_device()); });
   const CapturedWork work = capture.capture({}, [&] { memory.fill_(2); });
   take_fake_launches();
@@ -68,7 +68,7 @@ TEST(DeviceGraph, IsNotLaunchedWhereNothingWasCaptured) {
 
 TEST(DeviceGraph, RandomOperatorsDrawUnderTheKeyOfTheLaunch) {
   at::Tensor first, second, again;
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   const at::Tensor before = at::rand({4}, fake_device());
   const CapturedWork work = capture.capture({3, 8}, [&] {
     first = draw(8, {});
@@ -86,7 +86,7 @@ TEST(DeviceGraph, RandomOperatorsDrawUnderTheKeyOfTheLaunch) {
 
 TEST(DeviceGraph, GraphsThatAreCapturedLaterHaveTheMemoryThatIsFree) {
   const at::Tensor x = ones(1000);
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   at::Tensor sum;
   const CapturedWork first = capture.capture({}, [&] { sum = (x + 1).sum() + (x + 2).sum(); });
   const FakeMemoryLimit limit(1 << 20);
@@ -119,7 +119,7 @@ TEST(DeviceGraph, CastsOfWeightsLieBesideTheMemoryOfGraphs) {
   autocast(casts, weight);
   casts.end_step();
   casts.reserve();
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   std::vector<CapturedWork> graphs;
   for (int i = 0; i < 2; ++i) {
     graphs.push_back(capture.capture({}, [&] {
@@ -142,7 +142,7 @@ TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
   const at::Tensor x = ones(1000);
   const FakeMemoryLimit limit(x.nbytes() + 8000);
   for (int i = 0; i < 3; ++i) {
-    GraphCapture capture(fake_device());
+    DeviceGraphCapture capture(fake_device());
     const CapturedWork work = capture.capture({}, [&] { x.copy_(x + 1); });
     work.launch({});
   }
@@ -151,7 +151,7 @@ TEST(DeviceGraph, MemoryGoesBackWithTheLastGraph) {
 
 TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
   const at::Tensor x = ones(4);
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   const auto text = error_of<c10::Error>([&] { capture.capture({}, [&] { x.add_(1).cpu(); }); });
   expect_has(text, {"operation not permitted when stream is capturing"});
   const CapturedWork work = capture.capture({}, [&] { x.add_(1); });
@@ -161,7 +161,7 @@ TEST(DeviceGraph, WhatHasToBeWaitedForCannotBeCaptured) {
 
 TEST(DeviceGraph, AnotherIsCapturedWhenAllAreGone) {
   const at::Tensor x = ones(4);
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   for (int i = 0; i < 3; ++i) {
     at::Tensor drawn;
     const CapturedWork work = capture.capture({0}, [&] {
@@ -182,7 +182,7 @@ TORCH_LIBRARY(device_graph_test, m) {
 }
 
 TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
-  GraphCapture capture(fake_device());
+  DeviceGraphCapture capture(fake_device());
   at::manual_seed(3);
   const at::Tensor expected = at::rand({4});
   at::manual_seed(3);
@@ -194,7 +194,7 @@ TEST(DeviceGraph, NumbersOfTheHostsGeneratorCannotBeCaptured) {
 
 TEST(DeviceGraph, TheHostHasNoGraphs) {
   EXPECT_FALSE(graph::has_device_graphs(at::kCPU));
-  const auto text = error_of<UsageError>([] { GraphCapture capture(at::kCPU); });
+  const auto text = error_of<UsageError>([] { DeviceGraphCapture capture(at::kCPU); });
   expect_has(text, {"the work of device cpu cannot be captured: this build has no graphs for it",
                     "Use a GPU, and build for CUDA (docs/cuda.md)"});
 }

@@ -149,7 +149,7 @@ TEST(HandOver, ElementsMoveToAnotherDeviceBesideComputations) {
 
 /// A rank that shares the device captures meanwhile, on another thread.
 TEST(HandOver, KeepsMemoryWhileAGraphIsCaptured) {
-  graph::GraphCapture capture(fake_device());
+  graph::DeviceGraphCapture capture(fake_device());
   const at::Tensor x = at::ones({4}, fake_device());
   const auto work = capture.capture({}, [&] {
     comm::run_ranks(2, [&](const CommunicatorPtr& world) {

@@ -39,7 +39,7 @@ class Checkpointed {
     for (int index : operators_) of_operator.push_back(index / length);
     const auto differentiated = differentiated_ranges(graph());
     for (const auto& region : find_regions(operators_, of_operator)) {
-      if (why_not_repeatable(graph(), differentiated, region).empty()) continue;
+      if (!why_not_repeatable(graph(), differentiated, region)) continue;
       for (int index : region) of_operator[index] = -1;
     }
     segment_ = std::make_unique<CheckpointedSegment>(graph(), operators_, keep(), of_operator);

@@ -454,7 +454,7 @@ TEST(CheckpointedSegment, RefusesRegionsThatCannotRunAgain) {
     const bool write = !step.graph().operators[index].writes.empty();
     if (write || !region.empty()) region.push_back(index);
   }
-  const std::string why = why_not_repeatable(step.graph(), {}, region);
+  const std::string why = why_not_repeatable(step.graph(), {}, region).value();
   EXPECT_NE(why.find("writes in place a tensor of which 2 views come from outside"),
             std::string::npos)
       << why;

@@ -17,7 +17,7 @@ TEST(Coalesce, SamplesMayBePermuted) {
   };
   const Tensors inputs = {torch::randn({kAll, 5, 4}, doubles())};
   Captured captured = capture(body, inputs, {0});
-  ASSERT_EQ(captured.axes.refusal, "");
+  ASSERT_EQ(captured.axes.refusal, std::nullopt);
   const Coalesced coalesced = coalesce(*captured.one, *captured.many, captured.axes, kFactor);
   const auto order = torch::tensor({3, 1, 5, 0, 2, 4});
   const auto straight = torch::cat(replay(coalesced.graph, captured.table, inputs).outputs);
@@ -82,7 +82,7 @@ TEST(Coalesce, NumbersThatChangeReachAllWhoUseThem) {
   }
 }
 
-std::string refusal_of(const Body& body, const Tensors& inputs) {
+core::Refusal refusal_of(const Body& body, const Tensors& inputs) {
   return capture(body, inputs, first_axes(inputs)).axes.refusal;
 }
 

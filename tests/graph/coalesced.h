@@ -99,7 +99,7 @@ inline Body training(const Body& body) {
 /// gradients.
 inline void expect_equals_microbatches(const Body& body, const Tensors& inputs,
                                        const std::vector<int64_t>& axes, Captured& captured) {
-  ASSERT_EQ(captured.axes.refusal, "");
+  ASSERT_EQ(captured.axes.refusal, std::nullopt);
   const Coalesced coalesced = coalesce(*captured.one, *captured.many, captured.axes, kFactor);
   const Replayed got = replay(coalesced.graph, captured.table, inputs);
   captured.weights->zero_grad();

@@ -508,10 +508,11 @@ TEST_F(Differentiate, TheOperatorsStayTogether) {
                 " (smp::grad)) differentiates what is computed "
                 "from operator " +
                 first + " (aten::pow.Tensor_Scalar) on, so they stay together");
-  EXPECT_THAT(why_not_repeatable(graph, ranges, {ranges[0].first}),
+  EXPECT_THAT(*why_not_repeatable(graph, ranges, {ranges[0].first}),
               HasSubstr("autograd::grad, operator " + last + ", needs in the forward pass what"));
-  EXPECT_EQ(why_not_repeatable(graph, ranges, {ranges[0].first - 1}), "");
-  EXPECT_THAT(why_not_together(graph), HasSubstr("differentiates the operators of one microbatch"));
+  EXPECT_EQ(why_not_repeatable(graph, ranges, {ranges[0].first - 1}), std::nullopt);
+  EXPECT_THAT(why_not_together(graph),
+              ::testing::Optional(HasSubstr("differentiates the operators of one microbatch")));
 }
 
 TEST_F(Differentiate, ThroughALeafIsRefused) {

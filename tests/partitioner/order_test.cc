@@ -58,7 +58,7 @@ TEST(OrderRules, DataAndWrites) {
   b.op("aten::mul.Tensor", {view, view});  // 4
   EXPECT_EQ(pairs(b.graph(), Kind::kData), (Pairs{{0, 1}, {0, 3}, {1, 4}, {2, 3}}));
   EXPECT_EQ(pairs(b.graph(), Kind::kStorage), (Pairs{{0, 1}, {1, 3}, {3, 4}}));
-  EXPECT_EQ(why_illegal_order(b.graph(), {2, 0, 1, 3, 4}), "");
+  EXPECT_EQ(why_illegal_order(b.graph(), {2, 0, 1, 3, 4}), std::nullopt);
   EXPECT_EQ(
       why_illegal_order(b.graph(), {0, 1, 3, 2, 4}),
       "operator 3 (aten::add_.Tensor) runs before operator 2 (aten::relu), whose result it reads");
@@ -105,7 +105,7 @@ TEST(OrderRules, GradientsAreAddedInTheOrderOfTheProgram) {
     }
   }
   EXPECT_EQ(of_weight, (Pairs{{0, 1}, {1, 2}, {2, 4}}));
-  EXPECT_EQ(why_illegal_order(b.graph(), {3, 0, 1, 2, 4, 5, 6, 7}), "");
+  EXPECT_EQ(why_illegal_order(b.graph(), {3, 0, 1, 2, 4, 5, 6, 7}), std::nullopt);
   EXPECT_EQ(why_illegal_order(b.graph(), {0, 4, 1, 2, 3, 5, 6, 7}),
             "operator 4 (aten::mul.Tensor) runs before operator 2 (aten::mul.Tensor), but the "
             "gradient of "
@@ -346,7 +346,7 @@ TEST(BestOrder, OneTowerAfterTheOther) {
   for (int stages : {2, 4}) {
     const Plan before = partition(graph, options_for(stages));
     const Plan plan = partition_in_best_order(graph, options_for(stages));
-    EXPECT_EQ(why_illegal_order(graph, plan.order), "");
+    EXPECT_EQ(why_illegal_order(graph, plan.order), std::nullopt);
     verify_plan(reordered(graph, plan.order), plan);
     EXPECT_LT(crossing_bytes(graph, plan), crossing_bytes(graph, before)) << stages << " stages";
   }
@@ -423,7 +423,7 @@ TEST(BestOrder, LaterGraphsFollowTheOwners) {
     Towers later(2, 4, /*size=*/8, train);
     const auto options = options_for(2).owner(owner).allow_empty_stages(true);
     const Plan plan = partition_in_best_order(later.b.graph(), options);
-    EXPECT_EQ(why_illegal_order(later.b.graph(), plan.order), "");
+    EXPECT_EQ(why_illegal_order(later.b.graph(), plan.order), std::nullopt);
     EXPECT_EQ(plan.stages(), 2) << "each rank is visited once";
     EXPECT_THAT(plan.replicas, IsEmpty()) << "and has what it reads";
     const Plan in_program = partition(later.b.graph(), options);
@@ -463,7 +463,7 @@ TEST(BestOrder, RandomProgramsGetPlansThatVerify) {
       const Plan plan = partition_in_best_order(graph, options_for(2));
       if (plan.order.empty()) continue;
       ++reordered_plans;
-      EXPECT_EQ(why_illegal_order(graph, plan.order), "") << seed;
+      EXPECT_EQ(why_illegal_order(graph, plan.order), std::nullopt) << seed;
       verify_plan(reordered(graph, plan.order), plan);
     } catch (const PartitionError&) {
       continue;  // no legal cut

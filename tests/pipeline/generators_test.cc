@@ -31,7 +31,9 @@ std::vector<ScheduleOptions> small_pipelines(const ScheduleKind& kind) {
       result.push_back(ScheduleOptions::v_shaped(ranks, microbatches));
     }
   }
-  const auto misplaced = [&](const auto& options) { return !kind.misplacement(options).empty(); };
+  const auto misplaced = [&](const auto& options) {
+    return kind.why_misplaced(options).has_value();
+  };
   result.erase(std::remove_if(result.begin(), result.end(), misplaced), result.end());
   return result;
 }
@@ -382,7 +384,7 @@ TEST(ScheduleKinds, TakeTheVirtualStagesThatTheConfigurationAccepts) {
   for (const auto& kind : schedule_kinds()) {
     if (!kind.trains) continue;
     for (int stages = 1; stages <= 3; ++stages) {
-      const bool fits = kind.misplacement(kind.place(2, stages, 4)).empty();
+      const bool fits = !kind.why_misplaced(kind.place(2, stages, 4));
       const auto validate = [&] {
         Config().partitions(2).pipeline(kind.name).virtual_stages(stages).validate();
       };

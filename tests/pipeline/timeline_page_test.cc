@@ -159,7 +159,7 @@ TEST(TimelinePage, TransfersGoFromASendToItsReceive) {
     Timeline timeline;
     timeline.predicted = predicted_timeline(simulated(schedule));
     const json step = json::parse(page_data(timeline)).at("predicted");
-    EXPECT_EQ(step.at("transfers").size(), transfers_of(*timeline.predicted).size());
+    EXPECT_EQ(step.at("transfers").size(), deliveries_of(*timeline.predicted).size());
     for (const json& transfer : step.at("transfers")) {
       const json& send = step["lanes"][transfer.at("from").get<size_t>()]["actions"]
                              [transfer.at("send").get<size_t>()];

@@ -242,11 +242,11 @@ TEST(Timeline, FindsTheReceiveOfEachSend) {
       sends += std::count_if(lane.actions.begin(), lane.actions.end(),
                              [](const TimedAction& timed) { return timed.action.is_send(); });
     }
-    const auto transfers = transfers_of(step);
-    EXPECT_EQ(transfers.size(), sends);
-    for (const Transfer& transfer : transfers) {
-      EXPECT_EQ(counterpart(step.lanes[transfer.from_lane].actions[transfer.send].action),
-                step.lanes[transfer.to_lane].actions[transfer.receive].action);
+    const auto deliveries = deliveries_of(step);
+    EXPECT_EQ(deliveries.size(), sends);
+    for (const Delivery& delivery : deliveries) {
+      EXPECT_EQ(counterpart(step.lanes[delivery.from_lane].actions[delivery.send].action),
+                step.lanes[delivery.to_lane].actions[delivery.receive].action);
     }
   }
 }
@@ -259,10 +259,10 @@ TEST(Timeline, KeepsReplicasApart) {
   ASSERT_EQ(step.lanes.size(), 4u);
   EXPECT_EQ(step.lanes[2].replica, 1);
   EXPECT_EQ(step.lanes[2].rank, 0);
-  const auto transfers = transfers_of(step);
-  EXPECT_EQ(transfers.size(), 4u);
-  for (const Transfer& transfer : transfers) {
-    EXPECT_EQ(step.lanes[transfer.from_lane].replica, step.lanes[transfer.to_lane].replica);
+  const auto deliveries = deliveries_of(step);
+  EXPECT_EQ(deliveries.size(), 4u);
+  for (const Delivery& delivery : deliveries) {
+    EXPECT_EQ(step.lanes[delivery.from_lane].replica, step.lanes[delivery.to_lane].replica);
   }
 }
 

@@ -407,7 +407,7 @@ const pipeline::ScheduleKind& schedule_of(const Trial& trial, const graph::Graph
   const auto options = options_of(trial, plan);
   std::vector<const pipeline::ScheduleKind*> fitting;
   for (const auto& kind : pipeline::schedule_kinds()) {
-    const bool fits = kind.trains == graph.trains() && kind.misplacement(options).empty();
+    const bool fits = kind.trains == graph.trains() && !kind.why_misplaced(options);
     if (fits) fitting.push_back(&kind);
   }
   return *fitting[trial.schedule % fitting.size()];

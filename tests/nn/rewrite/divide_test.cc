@@ -221,9 +221,9 @@ TEST(DivideTest, SlowNetworksDivideNothing) {
   EXPECT_EQ(divided.divided_us, divided.whole_us);
   const auto& decision = decision_of(divided, "up.weight");
   EXPECT_TRUE(decision.skipped);
-  EXPECT_NE(decision.reason.find("dividing it is predicted to take"), std::string::npos)
-      << decision.reason;
-  EXPECT_NE(decision.reason.find("us a microbatch instead of"), std::string::npos);
+  EXPECT_NE(decision.why_whole->find("dividing it is predicted to take"), std::string::npos)
+      << *decision.why_whole;
+  EXPECT_NE(decision.why_whole->find("us a microbatch instead of"), std::string::npos);
 }
 
 /// Measured times differ from run to run; the division must not.
@@ -301,12 +301,12 @@ TEST(DivideTest, Reasons) {
   DivideOptions options = eager_options(table, 2);
   options.allowed.erase("other.weight");
   const DividedGraph divided = divide(*whole, options);
-  const auto reason = [&](const char* name) { return decision_of(divided, name).reason; };
+  const auto reason = [&](const char* name) { return decision_of(divided, name).why_whole; };
   EXPECT_EQ(reason("marked.weight"), "no dimension of [5, 7] can be divided among 2 ranks");
   EXPECT_EQ(reason("other.weight"), "its module is not marked for tensor parallelism");
   EXPECT_EQ(reason("norm.weight"), "operator aten::layer_norm uses it on whole values");
   EXPECT_EQ(reason("down.bias"), "it is added once, to the sum over the ranks");
-  EXPECT_EQ(reason("up.weight"), "");
+  EXPECT_EQ(reason("up.weight"), std::nullopt);
   EXPECT_TRUE(decision_of(divided, "marked.weight").skipped);
   EXPECT_FALSE(decision_of(divided, "other.weight").skipped);
   EXPECT_FALSE(decision_of(divided, "norm.weight").skipped);
@@ -322,14 +322,15 @@ TEST(DivideTest, Reasons) {
 TEST(DivideTest, HeadsThatRanksCannotShare) {
   AttentionImpl net(12);
   const DividedGraph divided = divided_attention(net, 8);
-  EXPECT_EQ(decision_of(divided, "qkv.weight").reason, "12 heads cannot be divided among 8 ranks");
+  EXPECT_EQ(decision_of(divided, "qkv.weight").why_whole,
+            "12 heads cannot be divided among 8 ranks");
   EXPECT_TRUE(decision_of(divided, "qkv.weight").skipped);
 }
 
 /// Four heads of four numbers: all but the blocks of queries, keys and values can be divided.
 TEST(DivideTest, BlocksThatRanksCannotShare) {
   AttentionImpl net(4);
-  EXPECT_EQ(decision_of(divided_attention(net, 3), "qkv.weight").reason,
+  EXPECT_EQ(decision_of(divided_attention(net, 3), "qkv.weight").why_whole,
             "its 3 blocks of 16 along dimension 0 cannot be divided among 3 ranks");
 }
 
@@ -350,12 +351,12 @@ TEST(DivideTest, ReasonsOfMultiheadAttention) {
   };
   constexpr double kSlow = 1e6;
   EXPECT_EQ(decided(2, kSlow, /*insist=*/true).split.value().blocks, 3);
-  const std::string reason = decided(2, kSlow, /*insist=*/false).reason;
+  const std::string reason = decided(2, kSlow, /*insist=*/false).why_whole.value();
   EXPECT_EQ(reason.find("dividing it is predicted to take "), 0u) << reason;
-  EXPECT_EQ(decided(3, 0, /*insist=*/true).reason, "4 heads cannot be divided among 3 ranks");
-  EXPECT_EQ(decided(9, 0, /*insist=*/true).reason,
+  EXPECT_EQ(decided(3, 0, /*insist=*/true).why_whole, "4 heads cannot be divided among 3 ranks");
+  EXPECT_EQ(decided(9, 0, /*insist=*/true).why_whole,
             "its 3 blocks of 24 along dimension 0 cannot be divided among 9 ranks");
-  EXPECT_EQ(decided(5, 0, /*insist=*/true).reason,
+  EXPECT_EQ(decided(5, 0, /*insist=*/true).why_whole,
             "no dimension of [72, 24] can be divided among 5 ranks");
 }
 
@@ -440,7 +441,7 @@ TEST(DivideTest, SeveralMicrobatchesAsOne) {
   const auto part = [&](int m) { return Tensors{all.narrow(0, 2 * m, 2)}; };
   const auto one = capture(table, part(0), step), many = capture(table, {all}, step);
   const auto axes = graph::find_batch_axes(*one, *many, kFactor);
-  ASSERT_EQ(axes.refusal, "");
+  ASSERT_EQ(axes.refusal, std::nullopt);
   graph::Coalesced coalesced = graph::coalesce(*one, *many, axes, kFactor);
   set_costs(coalesced.graph);
   const DividedGraph divided = divide(coalesced.graph, eager_options(table, 2));
@@ -496,16 +497,17 @@ TEST(DivideTest, WhyNot) {
   const TensorTable table = table_of(net);
   const auto whole = capture(table, batch(4), step_of(net));
   DivideOptions options = eager_options(table, 2);
-  EXPECT_EQ(why_not(*whole, options), "");
+  EXPECT_EQ(why_none_divided(*whole, options), std::nullopt);
   options.allowed.clear();
-  EXPECT_EQ(why_not(*whole, options),
+  EXPECT_EQ(why_none_divided(*whole, options),
             "no module with a weight of products or embeddings is marked for tensor parallelism");
   options.ranks = 1;
-  EXPECT_EQ(why_not(*whole, options), "the tensor-parallel group has one rank");
+  EXPECT_EQ(why_none_divided(*whole, options), "the tensor-parallel group has one rank");
   const auto sum =
       capture(table, batch(4), [](const Tensors& in) -> Tensors { return {in[0].sum()}; });
   options.ranks = 2;
-  EXPECT_EQ(why_not(*sum, options), "no operator multiplies by a parameter or looks one up");
+  EXPECT_EQ(why_none_divided(*sum, options),
+            "no operator multiplies by a parameter or looks one up");
 }
 
 /// A rule for an operator that this library does not know, and one that is wrong.

@@ -46,7 +46,7 @@ inline DivideOptions eager_options(const TensorTable& table, int ranks) {
 /// The same, and whatever lies between divided layers is divided where it can be.
 inline DivideOptions memory_options(const TensorTable& table, int ranks) {
   DivideOptions options = eager_options(table, ranks);
-  options.streams = true;
+  options.residual_streams = true;
   options.activation_us_per_byte = 100;
   return options;
 }

@@ -155,7 +155,7 @@ TEST(ModelTest, GptWhoseHeadsCannotBeDivided) {
   const auto& decision = decision_of(divided, "blocks.0.attention.qkv.weight");
   EXPECT_FALSE(decision.split.has_value());
   EXPECT_TRUE(decision.skipped);
-  EXPECT_EQ(decision.reason, "3 heads cannot be divided among 4 ranks");
+  EXPECT_EQ(decision.why_whole, "3 heads cannot be divided among 4 ranks");
   EXPECT_EQ(splits(divided).at("blocks.0.expand.weight"), "0");
 }
 

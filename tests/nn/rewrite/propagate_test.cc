@@ -50,9 +50,9 @@ Subject written_subject() {
 }
 
 /// Some weights, and some sums as streams, divided along some dimension.
-Pins random_pins(const Propagation& propagation, int ranks, std::mt19937& random) {
+Constraints random_constraints(const Propagation& propagation, int ranks, std::mt19937& random) {
   const Graph& graph = propagation.graph();
-  Pins pins;
+  Constraints constraints;
   for (size_t v = 0; v < graph.values.size(); ++v) {
     const graph::Value& value = graph.values[v];
     const bool is_parameter = value.kind == graph::ValueKind::kParameter;
@@ -61,9 +61,9 @@ Pins random_pins(const Propagation& propagation, int ranks, std::mt19937& random
     if (value.meta.sizes.size() < 2 || !(is_parameter || is_sum) || random() % 3 > 0) continue;
     const int dim = static_cast<int>(random() % 2);
     if (!can_divide(value.meta.sizes, dim, 1, ranks)) continue;
-    pins.emplace(static_cast<graph::ValueId>(v), Layout::divided(dim));
+    constraints.emplace(static_cast<graph::ValueId>(v), Layout::divided(dim));
   }
-  return pins;
+  return constraints;
 }
 
 void expect_same(const Outcome& got, const Outcome& expected) {
@@ -92,11 +92,11 @@ TEST(PropagationTest, GoesOnFromAnyOtherRun) {
     std::set<double> times;
     Outcome last;
     for (int run = 0; run < 200; ++run) {
-      const Pins pins = random_pins(propagation, options.ranks, random);
+      const Constraints constraints = random_constraints(propagation, options.ranks, random);
       if (run % 10 == 9) propagation.recall(last);
-      last = propagation.run(pins);
+      last = propagation.run(constraints);
       SCOPED_TRACE(run);
-      expect_same(last, Propagation(*graph, options).run(pins));
+      expect_same(last, Propagation(*graph, options).run(constraints));
       times.insert(last.us);
       if (::testing::Test::HasFailure()) return;
     }

@@ -208,10 +208,11 @@ TEST_P(RandomTest, EqualsOneProcess) {
     divided_parameters += static_cast<int>(divided.parameters.size());
     expect_equals_plain(divided, *weights, table, inputs, step, ranks);
     expect_metas_hold(divided, table, inputs, ranks);
-    options.streams = true;
+    options.residual_streams = true;
     options.activation_us_per_byte = random() % 2 == 0 ? 100 : 0;
     const DividedGraph in_parts = divide(*whole, options);
-    for (const StreamDecision& stream : in_parts.streams) divided_streams += stream.dim >= 0;
+    for (const ResidualStreamDecision& stream : in_parts.residual_streams)
+      divided_streams += stream.dim >= 0;
     if (in_parts.graph.to_string() != divided.graph.to_string()) {
       expect_equals_plain(in_parts, *weights, table, inputs, step, ranks);
       expect_metas_hold(in_parts, table, inputs, ranks);

@@ -125,7 +125,7 @@ TEST(StreamsAndValues, ManySumsInPlace) {
       },
       net.options());
   EXPECT_EQ(dims(divided), "0") << report(divided);
-  EXPECT_EQ(divided.streams.at(0).streams, 1);
+  EXPECT_EQ(divided.residual_streams.at(0).alike, 1);
   EXPECT_EQ(count(divided.graph, "smp::tp_gathered_linear"), 12) << divided.graph.to_string();
   EXPECT_EQ(count(divided.graph, "smp::tp_reduce_scatter"), 12);
   EXPECT_EQ(count(divided.graph, "smp::tp_gather"), 0);
@@ -185,7 +185,7 @@ TEST(StreamsAndValues, WhatIsWrittenLaterIsCopied) {
   torch::manual_seed(1);
   BetweenImpl net;
   DivideOptions options = net.options();
-  options.streams = false;
+  options.residual_streams = false;
   const DividedGraph divided = divided_as_plain(
       net, {torch::randn({4, 3, 8}, torch::kDouble)},
       [&](const Tensors& in) -> Tensors {

@@ -8,7 +8,7 @@
 #include "nn/rewrite/divide.h"
 #include "tests/nn/rewrite/harness.h"
 
-/// Nets whose activations are divided between layers (`DivideOptions::streams`).
+/// Nets whose activations are divided between layers (`DivideOptions::residual_streams`).
 namespace smp::nn::rewrite::testing {
 
 using torch::Tensor;
@@ -88,7 +88,7 @@ inline DividedGraph divided_net_with(const std::function<void(DivideOptions&)>& 
 /// "dim" of each divided stream, "-" of each whole one.
 inline std::string dims(const DividedGraph& divided) {
   std::string text;
-  for (const StreamDecision& stream : divided.streams) {
+  for (const ResidualStreamDecision& stream : divided.residual_streams) {
     text += stream.dim < 0 ? "-" : std::to_string(stream.dim);
   }
   return text;

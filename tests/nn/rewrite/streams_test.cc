@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations between divided layers in parts (`DivideOptions::streams`): which, along which
-// dimension, by which operators, and the kept and moved bytes.
+// Activations between divided layers in parts (`DivideOptions::residual_streams`): which, along
+// which dimension, by which operators, and the kept and moved bytes.
 
 #include "tests/nn/rewrite/streams.h"
 
@@ -54,10 +54,10 @@ TEST(StreamsTest, GoAlongTheFirstDimensionThatRanksShare) {
   EXPECT_EQ(dims(divided_net(3, 2)), "1");
   EXPECT_EQ(dims(divided_net(2, 4, 4)), "1");
   const DividedGraph whole = divided_net(3, 5);
-  ASSERT_FALSE(whole.streams.empty());
-  for (const StreamDecision& stream : whole.streams) {
+  ASSERT_FALSE(whole.residual_streams.empty());
+  for (const ResidualStreamDecision& stream : whole.residual_streams) {
     EXPECT_EQ(stream.dim, -1);
-    EXPECT_EQ(stream.reason, "no dimension before its last can be divided among 2 ranks");
+    EXPECT_EQ(stream.why_whole, "no dimension before its last can be divided among 2 ranks");
   }
   EXPECT_EQ(whole.kept_bytes, whole.kept_bytes_with_whole_streams);
   EXPECT_EQ(count(whole.graph, "smp::tp_reduce"), 1);
@@ -65,8 +65,8 @@ TEST(StreamsTest, GoAlongTheFirstDimensionThatRanksShare) {
 
 TEST(StreamsTest, StayWholeUnlessAskedFor) {
   const DividedGraph divided =
-      divided_net_with([](DivideOptions& options) { options.streams = false; });
-  EXPECT_TRUE(divided.streams.empty());
+      divided_net_with([](DivideOptions& options) { options.residual_streams = false; });
+  EXPECT_TRUE(divided.residual_streams.empty());
   EXPECT_EQ(count(divided.graph, "smp::tp_reduce"), 1);
   EXPECT_EQ(report(divided).find("activations between"), std::string::npos);
   EXPECT_EQ(divided.kept_bytes, divided.kept_bytes_with_whole_streams);
@@ -82,8 +82,8 @@ TEST(StreamsTest, PricesDecide) {
     });
   };
   const DividedGraph whole = with(0.2);
-  ASSERT_EQ(dims(whole), std::string(whole.streams.size(), '-'));
-  const std::string& reason = whole.streams.at(0).reason;
+  ASSERT_EQ(dims(whole), std::string(whole.residual_streams.size(), '-'));
+  const std::string& reason = whole.residual_streams.at(0).why_whole.value();
   EXPECT_EQ(reason.rfind("in parts, a microbatch is predicted to take ", 0), 0u) << reason;
   EXPECT_NE(reason.find(" B of it instead of "), std::string::npos) << reason;
   EXPECT_NE(report(whole).find("whole: in parts, a microbatch is predicted to take "),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "pipeline/stage_graphs.h"
+#include "pipeline/stage_device_graphs.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -50,7 +50,7 @@ CapturedTensor::CapturedTensor(const at::Tensor& like) {
 
 CapturedTensor CapturedTensor::at(const at::Tensor& tensor) {
   CapturedTensor result(tensor);
-  // The host's data is a constant of the graph's.
+  // The host's data is a constant of the device graph's.
   if (result.layout_) result.tensor_ = tensor.is_cpu() ? tensor.detach() : borrowed(tensor);
   return result;
 }
@@ -77,18 +77,18 @@ at::Tensor CapturedTensor::copy() const {
   return layout_ ? graph::copy_as_laid_out(tensor_) : tensor_;
 }
 
-StageGraphs::StageGraphs(Stage& stage, int microbatches)
+StageDeviceGraphs::StageDeviceGraphs(Stage& stage, int microbatches)
     : stage_(stage), server_(microbatches), is_stages_(microbatches) {
   forget_servers();
 }
 
-void StageGraphs::forget_servers() { std::iota(server_.begin(), server_.end(), 0); }
+void StageDeviceGraphs::forget_servers() { std::iota(server_.begin(), server_.end(), 0); }
 
-StageGraphs::Computation& StageGraphs::of(const Action& action) {
+StageDeviceGraphs::Computation& StageDeviceGraphs::of(const Action& action) {
   return computations_.at({action.kind, server_[action.microbatch]});
 }
 
-bool StageGraphs::are_noted_alike(const Action& action, const Action& other) const {
+bool StageDeviceGraphs::are_noted_alike(const Action& action, const Action& other) const {
   const Computation& a = computations_.at({action.kind, action.microbatch});
   const Computation& b = computations_.at({other.kind, other.microbatch});
   return lie_alike(a.inputs, b.inputs) &&
@@ -97,7 +97,7 @@ bool StageGraphs::are_noted_alike(const Action& action, const Action& other) con
 }
 
 /// Places of a computation's messages: of values, or of the gradients that go the other way.
-std::vector<Message*> StageGraphs::messages(const Action& action, bool arriving) {
+std::vector<Message*> StageDeviceGraphs::messages(const Action& action, bool arriving) {
   std::vector<Message*> messages;
   if (action.kind == Action::Kind::kBackwardWeight) return messages;
   const StageProgram& program = stage_.program();
@@ -110,7 +110,7 @@ std::vector<Message*> StageGraphs::messages(const Action& action, bool arriving)
   return messages;
 }
 
-void StageGraphs::note(const Action& action, const Inputs& inputs) {
+void StageDeviceGraphs::note(const Action& action, const Inputs& inputs) {
   Computation& computation = computations_[{action.kind, action.microbatch}];
   computation = {};
   if (!action.is_backward()) {
@@ -127,7 +127,7 @@ void StageGraphs::note(const Action& action, const Inputs& inputs) {
   }
 }
 
-void StageGraphs::forget() {
+void StageDeviceGraphs::forget() {
   forget_servers();
   stage_.forget_casts();
   for (auto& [key, computation] : computations_) {
@@ -138,9 +138,9 @@ void StageGraphs::forget() {
   }
 }
 
-void StageGraphs::capture(const Action& action, graph::GraphCapture& capture) {
+void StageDeviceGraphs::capture(const Action& action, graph::DeviceGraphCapture& capture) {
   Computation& computation = of(action);
-  std::vector<at::Tensor> held;  // until the graph is complete, or it would use their memory again
+  std::vector<at::Tensor> held;  // until the device graph is complete, or it would use their memory
   const bool may_draw = !action.is_backward() || stage_.runs_again();
   computation.work =
       capture.capture(may_draw ? stage_.program().random_ordinals() : std::vector<int>(),
@@ -148,8 +148,8 @@ void StageGraphs::capture(const Action& action, graph::GraphCapture& capture) {
   addresses_ = stage_.addresses();
 }
 
-/// Gives inputs memory. Before the graph has any, since it is written before the graph runs.
-StageGraphs::Inputs StageGraphs::enter(const Action& action, Computation& computation) {
+/// Gives inputs memory. Before the device graph has any, since it is written before that runs.
+StageDeviceGraphs::Inputs StageDeviceGraphs::enter(const Action& action, Computation& computation) {
   Inputs inputs(input_count_);
   for (size_t i = 0; i < computation.inputs.size(); ++i) {
     inputs[inputs_[i]] = computation.inputs[i].allocate();
@@ -165,8 +165,8 @@ StageGraphs::Inputs StageGraphs::enter(const Action& action, Computation& comput
 }
 
 /// Has the stage compute, and notes where its results lie.
-void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& computation,
-                      std::vector<at::Tensor>& held) {
+void StageDeviceGraphs::run(const Action& action, const Inputs& inputs, Computation& computation,
+                            std::vector<at::Tensor>& held) {
   const auto keep = [&held](const at::Tensor& tensor) {
     held.push_back(tensor);
     return CapturedTensor::at(tensor);
@@ -193,7 +193,7 @@ void StageGraphs::run(const Action& action, const Inputs& inputs, Computation& c
   }
 }
 
-bool StageGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
+bool StageDeviceGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
   const Computation& computation = of(action);
   const auto is_same = [](const CapturedTensor& noted, const at::Tensor& tensor) {
     return noted.lies_like(CapturedTensor(tensor));
@@ -211,8 +211,9 @@ bool StageGraphs::enters_as_noted(const Action& action, const Inputs& inputs) {
   return true;
 }
 
-/// Copies the inputs, gives the device the graph, and puts the results into the messages.
-void StageGraphs::launch(const Action& action, const Inputs& inputs, const graph::RandomKey& key) {
+/// Copies the inputs, gives the device its graph, and puts the results into the messages.
+void StageDeviceGraphs::launch(const Action& action, const Inputs& inputs,
+                               const graph::RandomKey& key) {
   const Computation& computation = of(action);
   for (size_t i = 0; i < computation.inputs.size(); ++i) {
     computation.inputs[i].write(inputs[inputs_[i]]);
@@ -231,8 +232,8 @@ void StageGraphs::launch(const Action& action, const Inputs& inputs, const graph
   }
 }
 
-bool StageGraphs::forward(const Action& action, const Inputs& inputs, const graph::RandomKey& key,
-                          StepResults& results) {
+bool StageDeviceGraphs::forward(const Action& action, const Inputs& inputs,
+                                const graph::RandomKey& key, StepResults& results) {
   const int microbatch = action.microbatch;
   const bool is_stages = !enters_as_noted(action, inputs);
   is_stages_[microbatch] = is_stages;
@@ -250,9 +251,10 @@ bool StageGraphs::forward(const Action& action, const Inputs& inputs, const grap
   return true;
 }
 
-bool StageGraphs::backward(const Action& action, const graph::RandomKey& key, GradientSums& sums) {
+bool StageDeviceGraphs::backward(const Action& action, const graph::RandomKey& key,
+                                 GradientSums& sums) {
   if (is_stages_[action.microbatch]) return false;
-  // Tensors of other strides have another graph, and so another program.
+  // Tensors of other strides have another captured graph, and so another program.
   SMP_INTERNAL_ASSERT(enters_as_noted(action, {}), "stage ", action.stage,
                       " got gradients that do not lie as when its backward was captured");
   launch(action, {}, key);

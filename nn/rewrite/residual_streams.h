@@ -8,17 +8,18 @@
 namespace smp::nn::rewrite {
 
 /// Which activations between divided layers are divided, and the resulting graph.
-struct Streams {
+struct ResidualStreams {
   Outcome outcome;
-  std::vector<StreamDecision> decisions;
+  std::vector<ResidualStreamDecision> decisions;
 };
 
 /// Goes through the activations that all ranks have whole although they come from sums over the
 /// ranks, or are read by divided products. Each is tried in parts along its dimensions but the
 /// last, outermost first, together with all others that meet it element for element: they are
-/// pinned where they come from, so that sums over the ranks become sums to parts. The try that is
-/// best by predicted time and kept bytes (`DivideOptions::activation_us_per_byte`) is kept if it is
-/// better than whole ones. `pins` say how parameters are divided.
-Streams choose_streams(Propagation& propagation, const Pins& pins, const DivideOptions& options);
+/// constrained where they come from, so that sums over the ranks become sums to parts. The try that
+/// is best by predicted time and kept bytes (`DivideOptions::activation_us_per_byte`) is kept if it
+/// is better than whole ones. `constraints` say how parameters are divided.
+ResidualStreams choose_residual_streams(Propagation& propagation, const Constraints& constraints,
+                                        const DivideOptions& options);
 
 }  // namespace smp::nn::rewrite

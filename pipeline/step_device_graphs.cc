@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "pipeline/step_graphs.h"
+#include "pipeline/step_device_graphs.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -15,8 +15,8 @@
 
 namespace smp::pipeline {
 
-StepGraphs::StepGraphs(at::Device device, const std::vector<Action>& actions, int microbatches,
-                       bool required)
+StepDeviceGraphs::StepDeviceGraphs(at::Device device, const std::vector<Action>& actions,
+                                   int microbatches, bool required)
     : device_(device), actions_(actions), microbatches_(microbatches), required_(required) {
   if (!graph::has_device_graphs(device)) {
     report(c10::str("device ", device, " has none",
@@ -24,11 +24,11 @@ StepGraphs::StepGraphs(at::Device device, const std::vector<Action>& actions, in
   }
 }
 
-StepGraphs::~StepGraphs() { wait_for_launches(); }
+StepDeviceGraphs::~StepDeviceGraphs() { wait_for_launches(); }
 
-/// The states of a graph's generators go with it, and their memory is not of the stream on which
-/// launches read them, so nothing else waits for that.
-void StepGraphs::wait_for_launches() {
+/// The states of a device graph's generators go with it, and their memory is not of the stream on
+/// which launches read them, so nothing else waits for that.
+void StepDeviceGraphs::wait_for_launches() {
   if (!launched_on_) return;
   try {
     c10::impl::VirtualGuardImpl(device_.type()).synchronizeStream(*launched_on_);
@@ -38,66 +38,64 @@ void StepGraphs::wait_for_launches() {
   launched_on_.reset();
 }
 
-void StepGraphs::add_stage(Stage& stage) {
+void StepDeviceGraphs::add_stage(Stage& stage) {
   if (!graph::has_device_graphs(device_)) return;
-  const std::string why_not = stage.why_not_captured();
-  if (!why_not.empty()) {
-    report(c10::str("stage ", stage.index(), ": ", why_not));
+  if (const core::Refusal refusal = stage.why_no_device_graphs()) {
+    report(c10::str("stage ", stage.index(), ": ", *refusal));
     return;
   }
   graphs_.try_emplace(stage.index(), stage, microbatches_);
 }
 
-/// A reason against graphs holds ever after.
-void StepGraphs::give_up(const std::string& why_not) {
+/// A reason against device graphs holds ever after.
+void StepDeviceGraphs::give_up(const std::string& reason) {
   forget_graphs();
   graphs_.clear();
-  report(why_not);
+  report(reason);
 }
 
-void StepGraphs::report(const std::string& why_not) {
+void StepDeviceGraphs::report(const std::string& reason) {
   SMP_CHECK_WITH(UsageError, !required_,
                  "\"cuda_graphs\": \"on\", but not all that this rank "
                  "computes can be captured: ",
-                 why_not, ". Set it to \"auto\" to run that operator by operator");
-  core::log_warning("\"cuda_graphs\": runs operator by operator: " + why_not);
+                 reason, ". Set it to \"auto\" to run that operator by operator");
+  core::log_warning("\"cuda_graphs\": runs operator by operator: " + reason);
 }
 
-void StepGraphs::begin_step(const std::string& why_not) {
+void StepDeviceGraphs::begin_step(const core::Refusal& refusal) {
   if (graphs_.empty()) return;
   is_noted_ |= use_ == Use::kNotes;
   use_ = Use::kNothing;
-  if (!why_not.empty()) {
-    give_up(why_not);
+  if (refusal) {
+    give_up(*refusal);
     return;
   }
   if (is_captured_ && !are_valid()) forget_graphs();
   if (is_noted_ && !is_captured_) {
-    const std::string why_not_captured = capture();
-    if (!why_not_captured.empty()) give_up(why_not_captured);
+    if (const core::Refusal why_not_captured = capture()) give_up(*why_not_captured);
   }
   use_ = is_captured_ ? Use::kLaunches : Use::kNotes;
   if (is_captured_) launched_on_ = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
 }
 
-bool StepGraphs::are_valid() const {
+bool StepDeviceGraphs::are_valid() const {
   return std::all_of(graphs_.begin(), graphs_.end(),
                      [](const auto& entry) { return entry.second.are_valid(); });
 }
 
-void StepGraphs::forget_graphs() {
+void StepDeviceGraphs::forget_graphs() {
   wait_for_launches();
   for (auto& [stage, graphs] : graphs_) graphs.forget();
   is_captured_ = false;
 }
 
-/// Returns why that is not possible; empty if it was. Without those that fail nothing is captured:
-/// others would have the memory that theirs leaves.
-std::string StepGraphs::capture() {
+/// Returns why that was not possible. Without those that fail nothing is captured: others would
+/// have the memory that theirs leaves.
+core::Refusal StepDeviceGraphs::capture() {
   for (const bool again : {false, true}) {
     try {
       capture_all();
-      return "";
+      return std::nullopt;
     } catch (const c10::Error& error) {
       forget_captures();
       const bool lacks_memory = dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
@@ -107,17 +105,17 @@ std::string StepGraphs::capture() {
     // for other devices of the process, and so for other ranks.
     c10::getDeviceAllocator(device_.type())->emptyCache();
   }
-  return "";
+  return std::nullopt;
 }
 
-void StepGraphs::forget_captures() {
+void StepDeviceGraphs::forget_captures() {
   for (auto& [index, graphs] : graphs_) graphs.stage().forget_microbatches();
   forget_graphs();
 }
 
 /// The computations of stages that are captured, from where no forward waits for its backward to
 /// the next such point.
-std::vector<StepGraphs::Block> StepGraphs::blocks() const {
+std::vector<StepDeviceGraphs::Block> StepDeviceGraphs::blocks() const {
   Block all;
   std::copy_if(
       actions_.begin(), actions_.end(), std::back_inserter(all),
@@ -138,8 +136,9 @@ std::vector<StepGraphs::Block> StepGraphs::blocks() const {
   return blocks;
 }
 
-/// Whether the graphs of one do for the other: the same computations of inputs that lie alike.
-bool StepGraphs::serves(const Block& captured, const Block& block) const {
+/// Whether the device graphs of one do for the other: the same computations of inputs that lie
+/// alike.
+bool StepDeviceGraphs::serves(const Block& captured, const Block& block) const {
   const auto is_alike = [&](const Action& a, const Action& b) {
     return a.kind == b.kind && a.stage == b.stage &&
            a.microbatch - captured.front().microbatch == b.microbatch - block.front().microbatch &&
@@ -148,16 +147,16 @@ bool StepGraphs::serves(const Block& captured, const Block& block) const {
   return std::equal(captured.begin(), captured.end(), block.begin(), block.end(), is_alike);
 }
 
-/// Captures each block, or has the graphs of an earlier one serve it. Returns how many there are.
-size_t StepGraphs::capture(const std::vector<Block>& blocks) {
-  graph::GraphCapture capture(device_);
+/// Captures each block, or has an earlier one serve it. Returns how many device graphs there are.
+size_t StepDeviceGraphs::capture(const std::vector<Block>& blocks) {
+  graph::DeviceGraphCapture capture(device_);
   std::vector<const Block*> captured;
   size_t graphs = 0;
   for (const Block& block : blocks) {
     const auto server = std::find_if(captured.begin(), captured.end(),
                                      [&](const Block* other) { return serves(*other, block); });
     for (size_t i = 0; i < block.size(); ++i) {
-      StageGraphs& stage = graphs_.at(block[i].stage);
+      StageDeviceGraphs& stage = graphs_.at(block[i].stage);
       if (server == captured.end()) {
         stage.capture(block[i], capture);
         ++graphs;
@@ -170,7 +169,7 @@ size_t StepGraphs::capture(const std::vector<Block>& blocks) {
   return graphs;
 }
 
-void StepGraphs::capture_all() {
+void StepDeviceGraphs::capture_all() {
   for (auto& [index, graphs] : graphs_) {
     graphs.stage().forget_leaves();
     graphs.stage().reserve_casts();
@@ -186,8 +185,8 @@ void StepGraphs::capture_all() {
                           graphs == 1 ? " graph" : " graphs"));
 }
 
-bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& inputs,
-                         const graph::RandomKey& key, StepResults& results) {
+bool StepDeviceGraphs::forward(const Action& action, const std::vector<at::Tensor>& inputs,
+                               const graph::RandomKey& key, StepResults& results) {
   const auto graphs = graphs_.find(action.stage);
   if (graphs == graphs_.end()) return false;
   if (use_ == Use::kNotes) graphs->second.note(action, inputs);
@@ -203,7 +202,8 @@ bool StepGraphs::forward(const Action& action, const std::vector<at::Tensor>& in
   return false;
 }
 
-bool StepGraphs::backward(const Action& action, const graph::RandomKey& key, GradientSums& sums) {
+bool StepDeviceGraphs::backward(const Action& action, const graph::RandomKey& key,
+                                GradientSums& sums) {
   const auto graphs = graphs_.find(action.stage);
   if (graphs == graphs_.end()) return false;
   if (use_ == Use::kNotes) graphs->second.note(action, {});

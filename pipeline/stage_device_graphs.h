@@ -41,23 +41,23 @@ class CapturedTensor {
   at::Tensor tensor_;
 };
 
-/// The computations of one stage as graphs of its device, each of which may serve several
-/// microbatches. Inputs are copied to the graph's memory and results from there, but for gradients
-/// of parameters, which their receiver has to copy.
-class StageGraphs {
+/// The computations of one stage as device graphs, each of which may serve several microbatches.
+/// Inputs are copied to their memory and results from there, but for gradients of parameters, which
+/// their receiver has to copy.
+class StageDeviceGraphs {
  public:
   /// For the computations of a step's microbatches. The stage outlives it.
-  StageGraphs(Stage& stage, int microbatches);
+  StageDeviceGraphs(Stage& stage, int microbatches);
 
   /// Before a computation of the stage's: notes the layouts of its inputs.
   void note(const Action& action, const std::vector<at::Tensor>& inputs);
 
   /// Captures a computation that was noted. Those of a step in the order of its actions.
-  void capture(const Action& action, graph::GraphCapture& capture);
+  void capture(const Action& action, graph::DeviceGraphCapture& capture);
 
   /// Whether two microbatches' inputs of a computation were noted to lie alike.
   bool are_noted_alike(const Action& action, const Action& other) const;
-  /// Launches for a microbatch the graphs of another one from now on, all of which are captured.
+  /// Launches for a microbatch another one's device graphs from now on, all of which are captured.
   void serve(int microbatch, int captured) { server_[microbatch] = captured; }
 
   /// Does the same as `Stage::forward`. False, and nothing is done, where inputs lie otherwise than

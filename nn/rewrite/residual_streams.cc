@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "nn/rewrite/streams.h"
+#include "nn/rewrite/residual_streams.h"
 
 #include <c10/util/StringUtil.h>
 
@@ -17,15 +17,16 @@ using graph::Graph;
 using graph::Value;
 using graph::ValueId;
 
-class StreamChooser {
+class ResidualStreamChooser {
  public:
-  StreamChooser(Propagation& propagation, const Pins& pins, const DivideOptions& options)
+  ResidualStreamChooser(Propagation& propagation, const Constraints& constraints,
+                        const DivideOptions& options)
       : propagation_(propagation), graph_(propagation.graph()), options_(options) {
-    best_ = {pins, propagation.run(pins)};
+    best_ = {constraints, propagation.run(constraints)};
     considered_.resize(graph_.values.size());
   }
 
-  Streams run() {
+  ResidualStreams run() {
     for (ValueId seed : seeds()) {
       if (considered_[seed] == 0 && best_.outcome.in_stream[seed] == 0) consider(seed);
     }
@@ -93,7 +94,7 @@ class StreamChooser {
     }
     if (cheapest && cost_of(cheapest->outcome) < cost_of(best_.outcome) * (1 - kTie)) {
       const auto [first, last] = ends_of(*cheapest);
-      note(seed, first, last, best_dim, "");
+      note(seed, first, last, best_dim, std::nullopt);
       best_ = std::move(*cheapest);
       return;
     }
@@ -119,44 +120,44 @@ class StreamChooser {
   /// Divides a value and all that meets it, element for element; nothing if no operator can make it
   /// so.
   std::optional<Try> grow(ValueId seed, const Layout& layout) {
-    Try made = {best_.pins, {}};
+    Try made = {best_.constraints, {}};
     propagation_.recall(best_.outcome);
     visited_.clear();
-    pin_origins(seed, layout, best_.outcome, made.pins, 0);
-    if (made.pins.size() == best_.pins.size()) return std::nullopt;
-    for (size_t before = best_.pins.size(); made.pins.size() > before;) {
-      before = made.pins.size();
-      made.outcome = propagation_.run(made.pins);
+    constrain_origins(seed, layout, best_.outcome, made.constraints, 0);
+    if (made.constraints.size() == best_.constraints.size()) return std::nullopt;
+    for (size_t before = best_.constraints.size(); made.constraints.size() > before;) {
+      before = made.constraints.size();
+      made.outcome = propagation_.run(made.constraints);
       propagation_.recall(made.outcome);
       visited_.clear();
       for (const Wish& wish : made.outcome.wishes) {
         if (!wish.by_stream || !wish.layout.is_divided()) continue;
-        pin_origins(wish.value, wish.layout, made.outcome, made.pins, 0);
+        constrain_origins(wish.value, wish.layout, made.outcome, made.constraints, 0);
       }
     }
     return made;
   }
 
-  /// Pins the values that an activation is made of, element for element, where they come from: from
-  /// a sum over the ranks, from a value that is divided otherwise, or from an operator that needs
-  /// its arguments whole. False: no operator can make it so.
-  bool pin_origins(ValueId value, const Layout& layout, const Outcome& outcome, Pins& pins,
-                   int depth) {
+  /// Constrains the values that an activation is made of, element for element, where they come
+  /// from: from a sum over the ranks, from a value that is divided otherwise, or from an operator
+  /// that needs its arguments whole. False: no operator can make it so.
+  bool constrain_origins(ValueId value, const Layout& layout, const Outcome& outcome,
+                         Constraints& constraints, int depth) {
     const Value& made = graph_.values[value];
     if (made.producer < 0 || comes_from_parameter(graph_, value)) return false;
     const Layout& home = outcome.layouts[value];
-    if (pins.count(value) > 0 || home == layout) return true;
+    if (constraints.count(value) > 0 || home == layout) return true;
     if (!visited_.insert(value).second) return false;
     const bool begins = !home.is_whole() || outcome.treatments[made.producer]->reduced_bytes > 0;
     const bool can_begin = can_be_brought(value, layout);
-    bool pinned = false;
+    bool constrained = false;
     if (!(begins && can_begin) && depth < kReach) {
       for (const auto& [argument, own] : origins(value, layout)) {
-        pinned |= pin_origins(argument, own, outcome, pins, depth + 1);
+        constrained |= constrain_origins(argument, own, outcome, constraints, depth + 1);
       }
     }
-    if (pinned || !can_begin) return pinned;
-    pins[value] = layout;
+    if (constrained || !can_begin) return constrained;
+    constraints[value] = layout;
     return true;
   }
 
@@ -220,26 +221,27 @@ class StreamChooser {
     return graph_.operators[graph_.values[value].producer].scope;
   }
 
-  /// The values of the pins that a try adds which come first and last in the program.
+  /// The values of the constraints that a try adds which come first and last in the program.
   std::pair<ValueId, ValueId> ends_of(const Try& made) const {
     std::set<std::pair<int, ValueId>> added;
-    for (const auto& [value, layout] : made.pins) {
-      if (best_.pins.count(value) == 0) added.emplace(graph_.values[value].producer, value);
+    for (const auto& [value, layout] : made.constraints) {
+      if (best_.constraints.count(value) == 0) added.emplace(graph_.values[value].producer, value);
     }
     return {added.begin()->second, added.rbegin()->second};
   }
 
   /// Notes what was decided of a value, together with the one before if that is alike.
-  void note(ValueId seed, ValueId first, ValueId last, int dim, std::string reason) {
+  void note(ValueId seed, ValueId first, ValueId last, int dim, core::Refusal why_whole) {
     const auto& sizes = graph_.values[seed].meta.sizes;
-    StreamDecision decision{scope_of(first),  scope_of(last), 1, {sizes.begin(), sizes.end()}, dim,
-                            std::move(reason)};
+    ResidualStreamDecision decision{
+        scope_of(first),     scope_of(last), 1, {sizes.begin(), sizes.end()}, dim,
+        std::move(why_whole)};
     if (!decisions_.empty()) {
-      StreamDecision& before = decisions_.back();
+      ResidualStreamDecision& before = decisions_.back();
       if (before.sizes == decision.sizes && before.dim == decision.dim &&
-          before.reason == decision.reason) {
+          before.why_whole == decision.why_whole) {
         before.last = decision.last;
-        ++before.streams;
+        ++before.alike;
         return;
       }
     }
@@ -252,13 +254,14 @@ class StreamChooser {
   Try best_;
   std::vector<char> considered_;  // whether each value was tried in parts
   std::set<ValueId> visited_;
-  std::vector<StreamDecision> decisions_;
+  std::vector<ResidualStreamDecision> decisions_;
 };
 
 }  // namespace
 
-Streams choose_streams(Propagation& propagation, const Pins& pins, const DivideOptions& options) {
-  return StreamChooser(propagation, pins, options).run();
+ResidualStreams choose_residual_streams(Propagation& propagation, const Constraints& constraints,
+                                        const DivideOptions& options) {
+  return ResidualStreamChooser(propagation, constraints, options).run();
 }
 
 }  // namespace smp::nn::rewrite
