@@ -14,6 +14,7 @@
 #include "graph/differentiate.h"
 #include "graph/grad_shapes.h"
 #include "graph/histories.h"
+#include "graph/host_data.h"
 #include "graph/late_writes.h"
 #include "graph/mode_scope.h"
 #include "graph/operator_traits.h"
@@ -56,9 +57,9 @@ at::Device result_device(const Operator& op, const Graph& graph) {
 
 }  // namespace
 
-Capture::Capture(const TraceOptions& options, Refuse refuse, Graph prefix)
+Capture::Capture(const TraceOptions& options, const Location& location, Graph prefix)
     : options_(options),
-      refuse_(std::move(refuse)),
+      location_(location),
       graph_(std::move(prefix)),
       concrete_(graph_.values.size()) {
   for (const Operator& op : graph_.operators) random_count_ += op.random_ordinal >= 0;
@@ -126,9 +127,10 @@ ValueId Capture::add(Value value, const at::Tensor& tensor) {
   return add_value(std::move(value), buffer ? tensor.variable_data() : tensor);
 }
 
-void Capture::make_literal(ValueId id, const at::Tensor& content) {
-  graph_.values[id].kind = ValueKind::kLiteral;
-  graph_.values[id].content = clone_content(content);
+void Capture::settle(const HostMemory& memory, bool for_read) {
+  if (!memory.filled(for_read)) return;
+  graph_.values[memory.id].kind = ValueKind::kLiteral;
+  graph_.values[memory.id].content = clone_content(memory.tensor);
 }
 
 void Capture::set_user(ValueId id, const at::Tensor& tensor) {
@@ -138,6 +140,7 @@ void Capture::set_user(ValueId id, const at::Tensor& tensor) {
 }
 
 void Capture::move_data(int alias_set, c10::StorageImpl& storage) {
+  if (!options_.execute) return;
   const c10::Storage own(c10::Storage::use_byte_size_t(), storage.nbytes(),
                          std::move(storage._mutable_data_ptr_no_checks()), storage.allocator(),
                          /*resizable=*/storage.allocator() != nullptr);
@@ -149,12 +152,11 @@ void Capture::move_data(int alias_set, c10::StorageImpl& storage) {
   }
 }
 
-Operator Capture::make_operator(const TracedCall& call, const ExecutionMode& mode,
-                                std::string scope) {
+Operator Capture::make_operator(const TracedCall& call) {
   Operator op(*call.op);
   op.arguments = call.arguments;
-  op.mode = mode;
-  op.scope = std::move(scope);
+  op.mode = call.mode;
+  op.scope = location_.module();
   op.first_result = static_cast<ValueId>(graph_.values.size());
   if (is_random(*call.op)) op.random_ordinal = random_count_++;
   op.reads_parameter = std::any_of(call.ids.begin(), call.ids.end(), [&](ValueId id) {
@@ -250,9 +252,9 @@ std::vector<at::Tensor> Capture::run_leaf_on_data(const LeafCall& leaf, const Op
   for (const at::Tensor& parameter : undeclared_parameters(leaf, entered, results)) {
     const auto* entry = options_.table->find(parameter);
     if (entry == nullptr) continue;
-    refuse_("leaf module \"" + leaf.module + "\" uses parameter \"" + entry->name +
-                "\", which is not its own",
-            "Register it in the leaf too (register_parameter, register_module)");
+    location_.refuse("leaf module \"" + leaf.module + "\" uses parameter \"" + entry->name +
+                         "\", which is not its own",
+                     "Register it in the leaf too (register_parameter, register_module)");
   }
   for (at::Tensor& result : results) {
     if (result.defined()) result = result.variable_data();
@@ -306,8 +308,7 @@ std::vector<LiveResult> Capture::live_results() const {
 }
 
 std::unique_ptr<Graph> Capture::finish(const std::vector<ValueId>& outputs,
-                                       const std::vector<BackwardRoot>& roots,
-                                       const std::vector<bool>& modules_known) {
+                                       const std::vector<BackwardRoot>& roots) {
   for (size_t i = 0; i < graph_.values.size() && graph_.values[i].kind == ValueKind::kInput; ++i) {
     graph_.inputs.push_back(static_cast<ValueId>(i));
   }
@@ -316,7 +317,7 @@ std::unique_ptr<Graph> Capture::finish(const std::vector<ValueId>& outputs,
   check_late_writes();
   check_written_parameters();
   check_buffers();
-  assign_scopes(modules_known);
+  assign_scopes();
   check_histories(graph_, options_.step_name);
   return std::make_unique<Graph>(std::move(graph_));
 }
@@ -392,7 +393,8 @@ uint64_t Capture::checksum(const Operator& op) {
 
 /// Operators without parameters, of which nothing says the module, belong to the innermost module
 /// that holds the operators with parameters before and after them.
-void Capture::assign_scopes(const std::vector<bool>& modules_known) {
+void Capture::assign_scopes() {
+  const std::vector<bool>& modules_known = location_.modules_known();
   const auto is_known = [&](size_t i) {
     return graph_.operators[i].reads_parameter || (i < modules_known.size() && modules_known[i]);
   };

@@ -7,7 +7,6 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,24 +15,27 @@
 
 #include "graph/graph.h"
 #include "graph/leaf.h"
+#include "graph/location.h"
+#include "graph/trace.h"
 #include "graph/traced_call.h"
-#include "graph/tracer.h"
 
 namespace smp::graph {
 
 /// Writes down the operators of a run of a step function, its capture. Operators run here on
 /// *concrete* tensors in place of the function's tensors: tensors with the data of this run, or
 /// ones of the same shape on the meta device.
-class Capture {
+class Capture final : public RunGraph {
  public:
-  /// Throws an error that tells where the function is.
-  using Refuse = std::function<void(const std::string& what, const std::string& remedy)>;
-
   /// Goes on after `prefix`, which the run has done so far.
-  Capture(const TraceOptions& options, Refuse refuse, Graph prefix = {});
+  Capture(const TraceOptions& options, const Location& location, Graph prefix = {});
 
-  const Graph& graph() const { return graph_; }
-  const Value& value(ValueId id) const { return graph_.values[id]; }
+  const Graph& graph() const override { return graph_; }
+  const Value& value(ValueId id) const override { return graph_.values[id]; }
+  bool requires_grad(ValueId id) override { return concrete(id).requires_grad(); }
+  void settle(const HostMemory& memory, bool for_read) override;
+  void set_user(ValueId id, const at::Tensor& tensor) override;
+  void move_data(int alias_set, c10::StorageImpl& storage) override;
+
   /// The first value on a memory.
   const Value& base(int alias_set) const { return graph_.values[first_aliases_.at(alias_set)]; }
   const at::Tensor& concrete(ValueId id);
@@ -41,16 +43,9 @@ class Capture {
   /// Adds a value that no operator made, with `tensor` for its data. One without an alias set gets
   /// a new one.
   ValueId add(Value value, const at::Tensor& tensor);
-  /// The value is the content that host code has put into a factory's result.
-  void make_literal(ValueId id, const at::Tensor& content);
-  /// Sets the function's tensor of a value: when it is gone, nothing can read the value. One that
-  /// has data itself, which others may hold, is taken to stay.
-  void set_user(ValueId id, const at::Tensor& tensor);
-  /// Gives the concrete tensors of an alias set the data of `storage`, which loses it.
-  void move_data(int alias_set, c10::StorageImpl& storage);
 
   /// The operator of a call, with the facts known before it runs.
-  Operator make_operator(const TracedCall& call, const ExecutionMode& mode, std::string scope);
+  Operator make_operator(const TracedCall& call);
   /// Runs it: takes the function's arguments from the stack and leaves concrete results there, with
   /// those that it has written and does not return (`written_results.h`).
   void run(const TracedCall& call, const Operator& op, torch::jit::Stack& stack);
@@ -63,11 +58,9 @@ class Capture {
   std::vector<LiveResult> live_results() const;
   /// Per operator, see `TraceResult`.
   std::vector<uint64_t> checksums() const { return checksums_; }
-  /// The whole graph. To be called at the end. `modules_known` says by operator, as far as it goes,
-  /// whether its scope is known, and not that of an earlier read.
+  /// The whole graph. To be called at the end.
   std::unique_ptr<Graph> finish(const std::vector<ValueId>& outputs,
-                                const std::vector<BackwardRoot>& roots,
-                                const std::vector<bool>& modules_known);
+                                const std::vector<BackwardRoot>& roots);
 
  private:
   struct Concrete {
@@ -87,10 +80,10 @@ class Capture {
   void check_late_writes() const;
   void check_written_parameters() const;
   void check_buffers() const;
-  void assign_scopes(const std::vector<bool>& modules_known);
+  void assign_scopes();
 
   const TraceOptions& options_;
-  const Refuse refuse_;
+  const Location& location_;
   Graph graph_;
   std::vector<Concrete> concrete_;                  // tensor of each value
   std::unordered_map<int, ValueId> first_aliases_;  // first value of each alias set

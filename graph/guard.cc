@@ -34,14 +34,27 @@ bool same_kind(const c10::IValue& a, const c10::IValue& b) { return a.tagKind() 
 
 }  // namespace
 
+std::string difference_of_inputs(const std::vector<Value>& inputs, const Graph& graph) {
+  if (inputs.size() != graph.inputs.size()) {
+    return c10::str("there are ", inputs.size(), " input tensors, and were ", graph.inputs.size());
+  }
+  const auto describe = [](const TensorMeta& meta) {
+    return c10::str(meta.dtype, c10::IntArrayRef(meta.sizes), " with strides ",
+                    c10::IntArrayRef(meta.strides));
+  };
+  std::string text;
+  for (size_t i = 0; i < inputs.size() && text.empty(); ++i) {
+    const TensorMeta &is = inputs[i].meta, &was = graph.values[i].meta;
+    if (!(is == was))
+      text = c10::str("input ", i, " is ", describe(is), ", and was ", describe(was));
+  }
+  return text;
+}
+
 Guard::Guard(const std::vector<const Graph*>& candidates, const std::vector<Value>& inputs)
     : value_count_(static_cast<ValueId>(inputs.size())) {
   for (const Graph* candidate : candidates) {
-    bool fits = candidate->inputs.size() == inputs.size();
-    for (size_t i = 0; fits && i < inputs.size(); ++i) {
-      fits = candidate->values[i].meta == inputs[i].meta;
-    }
-    if (fits) live_.push_back({candidate, {}, {}, {}});
+    if (difference_of_inputs(inputs, *candidate).empty()) live_.push_back({candidate, {}, {}, {}});
   }
 }
 
@@ -68,10 +81,9 @@ bool Guard::expects(const c10::OperatorHandle& op) const {
   return next_operator_ < operators.size() && operators[next_operator_].handle == op;
 }
 
-std::optional<std::string> Guard::compare(const TracedCall& call, const ExecutionMode& mode,
-                                          FilledByHost filled_by_host) {
+std::optional<std::string> Guard::compare(const TracedCall& call, const HostData& host_data) {
   for (auto live = live_.begin(); live != live_.end();) {
-    const auto difference = differs(*live, call, mode, filled_by_host);
+    const auto difference = differs(*live, call, host_data);
     if (!difference) {
       ++live;
     } else if (live_.size() > 1) {
@@ -86,8 +98,7 @@ std::optional<std::string> Guard::compare(const TracedCall& call, const Executio
 /// The first way in which the call is not the candidate's next operator; notes permitted
 /// differences.
 std::optional<std::string> Guard::differs(Live& live, const TracedCall& call,
-                                          const ExecutionMode& mode,
-                                          FilledByHost filled_by_host) const {
+                                          const HostData& host_data) const {
   const Graph& graph = *live.graph;
   const auto describe = [&](const std::string& what) {
     const std::string recorded = next_operator_ < graph.operators.size()
@@ -101,7 +112,7 @@ std::optional<std::string> Guard::differs(Live& live, const TracedCall& call,
   if (!(op.handle == *call.op)) {
     return describe("is another one");
   }
-  if (!(op.mode == mode))
+  if (!(op.mode == call.mode))
     return describe("runs in another mode (grad, autocast, smp::partition, after backward)");
   std::vector<ConstantOverride> constants;
   for (size_t i = 0; i < op.arguments.size(); ++i) {
@@ -126,7 +137,7 @@ std::optional<std::string> Guard::differs(Live& live, const TracedCall& call,
     return describe(c10::str("reads ", graph::to_string(other->kind), " ", other->name, " : ",
                              other->meta.to_string()));
   }
-  if (const auto filled = filled_by_host(graph, op)) {
+  if (const auto filled = host_data.filled_unlike(graph, op, call, *this)) {
     return describe(c10::str("uses %", *filled, ", which host code has filled"));
   }
   live.constants.insert(live.constants.end(), constants.begin(), constants.end());
@@ -169,13 +180,13 @@ bool Guard::requires_grad(ValueId id) {
   return recorded->since(id) < static_cast<int>(next_operator_);
 }
 
-void Guard::note_literal(ValueId id, const at::Tensor& content) {
+void Guard::settle(const HostMemory& memory, bool /*for_read*/) {
   bool differs = false;
   for (const Live& live : live_) {
-    const Value& known = live.graph->values[id];
-    differs |= known.kind == ValueKind::kLiteral && !same_content(known.content, content);
+    const Value& known = live.graph->values[memory.id];
+    differs |= known.kind == ValueKind::kLiteral && !same_content(known.content, memory.tensor);
   }
-  literals_[id] = differs ? clone_content(content) : at::Tensor();
+  literals_[memory.id] = differs ? clone_content(memory.tensor) : at::Tensor();
 }
 
 bool Guard::leave_unless_literal(ValueId id) {

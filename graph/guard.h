@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/FunctionRef.h>
 
 #include <map>
 #include <optional>
@@ -12,24 +11,31 @@
 #include <vector>
 
 #include "graph/graph.h"
+#include "graph/host_data.h"
 #include "graph/requires_grad.h"
+#include "graph/trace.h"
 #include "graph/traced_call.h"
-#include "graph/tracer.h"
 
 namespace smp::graph {
 
+/// How the inputs of a run differ from those of a graph; empty if they do not.
+std::string difference_of_inputs(const std::vector<Value>& inputs, const Graph& graph);
+
 /// Compares a run of a step function with graphs that were captured before. It follows those that
 /// have done the same so far; differences from the run are theirs to allow.
-class Guard {
+class Guard final : public RunGraph {
  public:
   /// Follows the candidates that have these inputs, if there are any.
   Guard(const std::vector<const Graph*>& candidates, const std::vector<Value>& inputs);
 
   bool follows_any() const { return !live_.empty(); }
   /// One of the graphs that it follows. So far they are all alike.
-  const Graph& graph() const { return *live_[0].graph; }
+  const Graph& graph() const override { return *live_[0].graph; }
+  const Value& value(ValueId id) const override;
+  bool requires_grad(ValueId id) override;
+  /// Notes the content, in which the run may differ from the graphs.
+  void settle(const HostMemory& memory, bool for_read) override;
 
-  const Value& value(ValueId id) const;
   /// Adds a value that no operator made, first seen in the call at hand. It has no alias set until
   /// the graph is known to have it.
   ValueId add(Value value);
@@ -39,20 +45,11 @@ class Guard {
   /// Whether the operator may be the next one.
   bool expects(const c10::OperatorHandle& op) const;
 
-  /// A factory's result that the call of the operator of a graph uses, and that host code has
-  /// filled, unlike when that graph was captured.
-  using FilledByHost = c10::function_ref<std::optional<ValueId>(const Graph&, const Operator&)>;
   /// Leaves the graphs whose next operator is not that of the call. Where all are, it returns how
   /// the last one differs, and goes on following that one up to here.
-  std::optional<std::string> compare(const TracedCall& call, const ExecutionMode& mode,
-                                     FilledByHost filled_by_host);
+  std::optional<std::string> compare(const TracedCall& call, const HostData& host_data);
   /// Goes past the next operator, which the call was found to be, and returns it.
   const Operator& advance();
-  /// Whether a value requires grad now.
-  bool requires_grad(ValueId id);
-
-  /// Notes the content that the run has put into a factory's result where it uses it first.
-  void note_literal(ValueId id, const at::Tensor& content);
   /// Leaves the graphs where host code has not filled the value; false, and none is left, if that
   /// is none of them.
   bool leave_unless_literal(ValueId id);
@@ -73,8 +70,8 @@ class Guard {
     std::optional<RequiresGrad> requires_grad;  // those of the graph, once they are asked for
   };
 
-  std::optional<std::string> differs(Live& live, const TracedCall& call, const ExecutionMode& mode,
-                                     FilledByHost filled_by_host) const;
+  std::optional<std::string> differs(Live& live, const TracedCall& call,
+                                     const HostData& host_data) const;
   const Value* other_added(const Graph& graph) const;
   void note_contents(Live& live) const;
   bool ends_like(const Graph& graph, const std::vector<ValueId>& outputs,

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "graph/graph.h"
-#include "graph/tracer.h"
+#include "graph/trace.h"
 
 namespace smp::graph {
 

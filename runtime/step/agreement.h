@@ -9,7 +9,7 @@
 
 #include "comm/communicator.h"
 #include "graph/graph.h"
-#include "graph/tracer.h"
+#include "graph/graph_map.h"
 
 namespace smp::runtime {
 

@@ -12,7 +12,7 @@
 #include "graph/coalesce.h"
 #include "graph/graph.h"
 #include "graph/random.h"
-#include "graph/tracer.h"
+#include "graph/trace.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/runtime.h"
 

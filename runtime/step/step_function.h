@@ -14,7 +14,7 @@
 
 #include "graph/graph_map.h"
 #include "graph/random.h"
-#include "graph/tracer.h"
+#include "graph/trace.h"
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/coalescing.h"
