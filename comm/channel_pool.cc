@@ -78,6 +78,13 @@ std::vector<ChannelPool::Lane*> ChannelPool::take(LanesByTag& lanes,
   return result;
 }
 
+// Lanes stay where they are.
+void ChannelPool::close() {
+  for (auto* const lanes : {&outgoing_, &incoming_}) {
+    for (auto& [key, lane] : *lanes) lane = Lane{lane.spec, nullptr, nullptr};
+  }
+}
+
 // The old channel goes before the new one comes, for its memory.
 void ChannelPool::widen(Lane& lane, const ChannelSpec& spec) {
   ChannelSpec wide = spec;

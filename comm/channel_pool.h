@@ -8,6 +8,7 @@
 
 #include "comm/channel.h"
 #include "comm/communicator.h"
+#include "comm/process_end.h"
 
 namespace smp::comm {
 
@@ -49,8 +50,11 @@ class ChannelPool {
   static std::vector<Lane*> take(LanesByTag& lanes, const std::vector<ChannelSpec>& specs);
   static void widen(Lane& lane, const ChannelSpec& spec);
 
+  void close();
+
   CommunicatorPtr group_;
   LanesByTag outgoing_, incoming_;
+  const AtWorldEnd end_{[this] { close(); }};
 };
 
 }  // namespace smp::comm

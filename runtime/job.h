@@ -35,6 +35,11 @@ class Job {
   /// unless they are given one batch.
   int batches() const { return config_.prescaled_batch() ? 1 : topology_.tp_size(); }
 
+  /// Whether `shard_optimizer_state` is in effect: there are several replicas.
+  bool shards_optimizer_state() const {
+    return config_.shard_optimizer_state() && topology_.rdp_size() > 1;
+  }
+
   /// This rank's status; never null.
   const std::shared_ptr<core::Status>& status() const { return status_; }
   /// The news of earlier starts of the job; nothing at the first. The same on all ranks.

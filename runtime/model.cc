@@ -26,8 +26,8 @@ Model::TensorDict those_that(const Model::TensorDict& all, const Predicate& pred
   return result;
 }
 
-void check_partitioned(const Runtime& runtime) {
-  SMP_CHECK_WITH(UsageError, runtime.partitioned(),
+void check_partitioned(const Model& model) {
+  SMP_CHECK_WITH(UsageError, model.partitioned(),
                  "local parameters and buffers are known after the first step, which partitions "
                  "the model; use register_post_partition_hook to be called as soon as they are");
 }
@@ -43,11 +43,7 @@ std::vector<at::Tensor> unique_values(const Model::TensorDict& dict) {
   return result;
 }
 
-bool shards_optimizer_state(const Runtime& runtime) {
-  return runtime.config().shard_optimizer_state() && runtime.replicas()->size() > 1;
-}
-
-std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
+std::vector<checkpoint::NamedTensor> tensors_of(const ParameterTable& table,
                                                 const std::vector<Model*>& models) {
   // One set for each model: names of other models may begin alike.
   std::vector<std::unordered_set<const c10::TensorImpl*>> own(models.size());
@@ -61,7 +57,7 @@ std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
            entry.name.rfind(models[i]->full_name(""), 0) == 0;
   };
   std::vector<checkpoint::NamedTensor> result;
-  for (const auto& entry : runtime.table().entries()) {
+  for (const auto& entry : table.entries()) {
     bool is_own = false;
     for (size_t i = 0; i < models.size(); ++i) is_own |= is_of(entry, i);
     if (is_own) result.push_back({entry.name, entry.tensor, entry.aliases});
@@ -99,13 +95,13 @@ std::vector<at::Tensor> Model::parameters() const { return unique_values(named_p
 std::vector<at::Tensor> Model::buffers() const { return unique_values(named_buffers()); }
 
 bool Model::is_local(const at::Tensor& tensor) const {
-  check_partitioned(*runtime_);
+  check_partitioned(*this);
   const auto* entry = runtime_->table().find(tensor);
   return entry != nullptr && runtime_->owns(*entry);
 }
 
 Model::TensorDict Model::local(const TensorDict& all) const {
-  check_partitioned(*runtime_);
+  check_partitioned(*this);
   return those_that(all, [this](const at::Tensor& tensor) { return is_local(tensor); });
 }
 Model::TensorDict Model::local_named_parameters() const { return local(named_parameters()); }
@@ -135,7 +131,7 @@ int64_t Model::bucket_bytes() const {
 }
 
 std::shared_ptr<dp::ParameterSlices> Model::slices() {
-  if (slices_ != nullptr || !partitioned() || !shards_optimizer_state(*runtime_)) return slices_;
+  if (slices_ != nullptr || !partitioned() || !runtime_->shards_optimizer_state()) return slices_;
   auto trained = trained_parameters();
   std::vector<std::string> names;
   for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().at(tensor).name);

@@ -24,6 +24,8 @@
 
 namespace smp::runtime {
 
+class Average;
+
 /// A wrapped module: its tensors by name, how they are divided, and the program's hooks. The
 /// methods that users call are documented in `smp::ModelCore`; those that need the parts of
 /// runtime/ above this one are functions (session/model_calls.h).
@@ -86,6 +88,8 @@ class Model {
   std::shared_ptr<dp::WholeGradients> gradients(const std::vector<at::Tensor>& parameters,
                                                 const dp::BucketOptions& options);
 
+  /// Averages of its parameters, each from its construction to its end.
+  std::vector<Average*> averages;
   /// The wholes that the last `model->cpu()` has lent.
   std::weak_ptr<LentWholes> gathered;
   /// How often the ranks of a tensor-parallel group have called it together outside of steps.
@@ -116,11 +120,8 @@ class Model {
   std::string report_;
 };
 
-/// Whether `shard_optimizer_state` is in effect: there are several replicas.
-bool shards_optimizer_state(const Runtime& runtime);
-
 /// The models' tensors under their full names, each once.
-std::vector<checkpoint::NamedTensor> tensors_of(const Runtime& runtime,
+std::vector<checkpoint::NamedTensor> tensors_of(const ParameterTable& table,
                                                 const std::vector<Model*>& models);
 
 /// The tensors, each once.

@@ -14,7 +14,9 @@
 #include "graph/whole_tensors.h"
 #include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
+#include "partitioner/predict.h"
 #include "pipeline/observer.h"
+#include "runtime/living.h"
 #include "runtime/step_functions.h"
 
 // State of a rank's program, by its writer. Internal; parts of `Runtime`.
@@ -49,6 +51,9 @@ struct FirstStep {
   int64_t device_share = 0;
   /// Costs of computing and sending, as far as the model itself is not measured.
   partitioner::CostModel costs;
+  /// How much state the program's optimizers keep for the parameters of all models, masters of half
+  /// precision included; nothing where the configuration says it.
+  partitioner::StateFactors state_factors;
   /// The graph whose costs were measured, as it was captured: the first one, or none.
   std::shared_ptr<const graph::Graph> measured;
   /// How many microbatches of the first graph run as one; 0 as long as that is not decided.
@@ -75,7 +80,7 @@ struct CurrentStep {
 /// Inputs that reach steps from outside. Each is registered by the object that it belongs to.
 struct StepInputs {
   /// Numbers that are inputs of every step function.
-  std::vector<std::weak_ptr<StepValue>> values;
+  Living<StepValue> values;
   /// Tensors that step functions read, are not given, and need not be given.
   graph::WholeTensors wholes;
   /// The factor of the loss in `model->backward`: that of the optimizer that has one.

@@ -3,11 +3,11 @@
 
 #include <ATen/ops/full.h>
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "runtime/runtime.h"
 
 namespace smp::runtime {
 
@@ -15,13 +15,7 @@ StepValue::StepValue(double value) : value_(at::full({}, value, at::kFloat)) {}
 
 std::shared_ptr<StepValue> StepValue::make(double value) {
   const std::shared_ptr<StepValue> made(new StepValue(value));
-  if (Runtime::exists()) {
-    auto& all = Runtime::get().step_inputs.values;
-    all.erase(
-        std::remove_if(all.begin(), all.end(), [](const auto& value) { return value.expired(); }),
-        all.end());
-    all.push_back(made);
-  }
+  if (Runtime::exists()) Runtime::get().step_inputs.values.add(made);
   return made;
 }
 
@@ -37,14 +31,11 @@ at::Tensor StepValue::tensor() const {
   return value_;
 }
 
-detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call) {
-  std::vector<std::shared_ptr<StepValue>> values;
-  for (const auto& weak : runtime.step_inputs.values) {
-    if (auto value = weak.lock()) values.push_back(std::move(value));
-  }
+detail::StepCall with_step_values(const StepInputs& inputs, at::Device device,
+                                  const detail::StepCall& call) {
+  const auto values = inputs.values.all();
   detail::StepCall result = call;
   if (values.empty()) return result;
-  const at::Device device = runtime.device();
   for (const auto& value : values) {
     // A copy: the value may change while something still holds the input.
     const auto options = at::TensorOptions(at::kFloat).device(device);

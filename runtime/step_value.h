@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "runtime/runtime.h"
+#include "runtime/run_state.h"
 #include "smp/detail/step_call.h"
 
 namespace smp::runtime {
@@ -29,15 +29,17 @@ class StepValue {
   at::Tensor tensor() const;
 
  private:
-  friend detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call);
+  friend detail::StepCall with_step_values(const StepInputs& inputs, at::Device device,
+                                           const detail::StepCall& call);
   explicit StepValue(double value);
 
   at::Tensor value_;
   at::Tensor placeholder_;  // while a step function runs
 };
 
-/// The call with the values of all `StepValue`s of the runtime as further inputs, which every
-/// microbatch gets whole. On the device of the models.
-detail::StepCall with_step_values(const Runtime& runtime, const detail::StepCall& call);
+/// The call with all values of `inputs` as further inputs, which every microbatch gets whole. On
+/// the device of the models.
+detail::StepCall with_step_values(const StepInputs& inputs, at::Device device,
+                                  const detail::StepCall& call);
 
 }  // namespace smp::runtime

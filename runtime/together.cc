@@ -52,9 +52,13 @@ bool any(const std::vector<Outcome>& outcomes, char kind) {
                      [&](const Outcome& outcome) { return outcome[0] == kind; });
 }
 
-/// The values that the actions of all ranks have returned, if none has failed.
-std::vector<std::string> results_of_all(comm::Communicator& group, const Outcome& mine) {
+/// The values that the actions of all ranks have returned, if none has failed. `own` is thrown
+/// where all have failed alike, unless it is null.
+std::vector<std::string> results_of_all(comm::Communicator& group, const Outcome& mine,
+                                        const std::exception_ptr& own = nullptr) {
   std::vector<Outcome> outcomes = comm::all_gather_bytes(group, mine);
+  const bool alike = std::count(outcomes.begin(), outcomes.end(), mine) == group.size();
+  if (own && alike) std::rethrow_exception(own);
   if (any(outcomes, kMisused)) core::fail<UsageError>(describe(outcomes));
   if (any(outcomes, kFailed)) core::fail<CheckpointError>(describe(outcomes));
   for (Outcome& outcome : outcomes) outcome.erase(0, 1);
@@ -74,6 +78,20 @@ std::vector<std::string> together_for_long(comm::Communicator& group,
   const Outcome mine = outcome_of(action);
   attendance.finish();
   return results_of_all(group, mine);
+}
+
+void together_as_thrown(comm::Communicator& group, const std::function<void()>& action) {
+  std::exception_ptr own;
+  const Outcome mine = outcome_of([&]() -> std::string {
+    try {
+      action();
+    } catch (...) {
+      own = std::current_exception();
+      throw;
+    }
+    return "";
+  });
+  results_of_all(group, mine, own);
 }
 
 void alone(comm::Communicator& group, const std::function<void()>& action) {

@@ -23,6 +23,10 @@ std::vector<std::string> together(comm::Communicator& group,
 std::vector<std::string> together_for_long(comm::Communicator& group,
                                            const std::function<std::string()>& action);
 
+/// Works like `together`, except that an error which all ranks have alike keeps its kind: each
+/// throws its own. Internal.
+void together_as_thrown(comm::Communicator& group, const std::function<void()>& action);
+
 /// Calls `action`, which communicates. An error in it is this rank's alone, and others wait for it,
 /// so the group is aborted. Internal.
 void alone(comm::Communicator& group, const std::function<void()>& action);

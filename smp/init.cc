@@ -26,6 +26,7 @@
 #include "core/status.h"
 #include "core/tensor_memory.h"
 #include "runtime/runtime.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/job_notes.h"
 #include "runtime/session/session.h"
 #include "smp/detail/session.h"
@@ -132,11 +133,11 @@ void end_process_session() {
 /// have it.
 void end_world(const char* call) {
   const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
-  // Objects of the program may have the runtime for longer than other jobs should wait for locks.
-  if (Runtime::exists()) Runtime::get().checkpoint_context = nullptr;
+  if (Runtime::exists()) Runtime::get().checkpoint_context->end();
   const LastStatus status;
   const core::CallScope here(call, "smp::shutdown", "smp::shutdown");
   Runtime::set_for_process(nullptr);
+  comm::let_go_of_devices();
   try {
     comm::finalize_world();
   } catch (const std::exception& error) {
@@ -214,9 +215,10 @@ comm::CommunicatorPtr meet(const Config& config) {
 void start_runtime(const Config& config, const comm::CommunicatorPtr& world,
                    const std::vector<std::string>& hosts) {
   Runtime::set_for_process(runtime::start_runtime(config, world, hosts));
-  if (Runtime::get().config().deterministic()) core::use_deterministic_kernels();
-  runtime::choose_memory(Runtime::get().config());
-  runtime::note_steps(Runtime::get());
+  const Runtime& runtime = Runtime::get();
+  if (runtime.config().deterministic()) core::use_deterministic_kernels();
+  runtime::choose_memory(runtime.config());
+  runtime::note_steps(*runtime.checkpoint_context, runtime.progress);
 }
 
 }  // namespace

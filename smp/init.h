@@ -18,7 +18,9 @@ namespace smp {
 SMP_API void init(const Config& config = Config());
 
 /// Ends the work that `init` began; collective. Without it, that happens at the end of the program.
-/// A program that ends with a non-zero status without it ends the other ranks too. Throws
+/// A program that ends with a non-zero status without it ends the other ranks too. On a device that
+/// end comes before static objects and functions of `atexit` that were made between `init` and the
+/// first step; their calls of smp are refused. Throws
 /// `TimeoutError` when others have not come to their end within twice `timeout_seconds`, and
 /// `CommError` when one makes another call.
 SMP_API void shutdown();

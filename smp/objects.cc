@@ -22,8 +22,8 @@ Runtime& runtime_for(const char* call) {
 
 /// Objects of all groups travel in the world: a rank may be called by its number in one group where
 /// they are sent and by that in another where they are received.
-int world_rank(const Runtime& runtime, const char* call, int rank, CommGroup group) {
-  const std::vector<int> members = runtime.topology().members(group, runtime.rank());
+int world_rank(const runtime::Job& job, const char* call, int rank, CommGroup group) {
+  const std::vector<int> members = job.topology().members(group, job.rank());
   SMP_CHECK_WITH(UsageError, rank >= 0 && rank < static_cast<int>(members.size()), call,
                  ": expected a ", to_string(group), " rank in 0 to ", members.size() - 1, ", got ",
                  rank, ".");

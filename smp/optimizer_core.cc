@@ -6,7 +6,6 @@
 #include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/update/optimizer.h"
-#include "runtime/update/optimizer_states.h"
 #include "smp/detail/optimizer_state_size.h"
 
 namespace smp {
@@ -15,7 +14,7 @@ OptimizerCore::OptimizerCore(torch::optim::Optimizer& optimizer, StateFactory st
                              const optim::detail::Traits& traits)
     : optimizer_(std::make_shared<runtime::Optimizer>(optimizer, state_factory,
                                                       optim::detail::state_tensors, traits)) {
-  runtime::Runtime::get().optimizer_states->add(optimizer_);
+  runtime::Runtime::get().optimizers.add(optimizer_);
 }
 
 at::Tensor OptimizerCore::step(const std::function<at::Tensor(LossClosure)>& update,

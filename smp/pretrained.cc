@@ -32,18 +32,20 @@ PretrainedReport load_pretrained(const std::string& path, const ModelCore& core,
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load_pretrained was called inside a step function; call it before or after "
                  "the step");
-  check_no_average_in_use(runtime, model, "smp::load_pretrained");
-  const auto tensors = runtime::tensors_of(runtime, {&model});
+  check_no_average_in_use(model, "smp::load_pretrained");
+  const auto tensors = runtime::tensors_of(runtime.table(), {&model});
   std::shared_ptr<const checkpoint::PretrainedPlan> plan;
   together(*runtime.world(), [&] {
     plan = std::make_shared<checkpoint::PretrainedPlan>(
-        std::make_shared<checkpoint::PretrainedFiles>(path), expected_by(runtime, model, tensors),
-        options);
+        std::make_shared<checkpoint::PretrainedFiles>(path),
+        expected_by(runtime.table(), model, tensors), options);
     return "";
   });
   load_values(runtime, [&] {
     for (size_t i = 0; i < tensors.size(); ++i) {
-      if (plan->has(i)) assign(runtime, tensors[i].tensor, [plan, i] { return plan->read(i); });
+      if (!plan->has(i)) continue;
+      const auto& entry = runtime.table().at(tensors[i].tensor);
+      assign(entry, runtime.rank(), [plan, i] { return plan->read(i); });
     }
   });
   return plan->report();

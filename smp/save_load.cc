@@ -16,7 +16,6 @@
 #include "core/status.h"
 #include "runtime/runtime.h"
 #include "runtime/save/background_save.h"
-#include "runtime/save/job_notes.h"
 #include "runtime/save/kept_copy.h"
 #include "runtime/save/loading.h"
 #include "runtime/save/program_tensors.h"
@@ -28,14 +27,13 @@
 namespace smp {
 namespace {
 
-using runtime::CheckpointContext;
 using runtime::Runtime;
 
 int64_t steps_done() { return Runtime::get().progress.training_steps; }
 
 /// The function that notes a checkpoint, on the ranks that note.
 std::function<void()> noting(const core::SavedCheckpoint& saved) {
-  if (!runtime::notes_progress(Runtime::get())) return nullptr;
+  if (!Runtime::get().checkpoint_context->notes_progress()) return nullptr;
   return [saved] { core::note_checkpoint(saved); };
 }
 
@@ -102,7 +100,8 @@ std::string object_path(const std::string& path, bool partial) {
 }  // namespace
 
 CheckpointParts& CheckpointParts::add(const ModelCore& model) {
-  models_.push_back(&model.impl());
+  const bool is_new = std::find(models_.begin(), models_.end(), &model.impl()) == models_.end();
+  if (is_new) models_.push_back(&model.impl());
   return *this;
 }
 CheckpointParts& CheckpointParts::add(const OptimizerCore& optimizer) {
@@ -117,7 +116,7 @@ LoadedRun resume_from_checkpoint(const std::string& path, const std::optional<st
                                  const CheckpointParts& parts, const LoadOptions& options) {
   const core::CallScope here("smp::resume_from_checkpoint", "smp::resume");
   Runtime& runtime = Runtime::get();
-  CheckpointContext::of(runtime).finish();
+  runtime.checkpoint_context->finish();
   const auto names = runtime::together(*runtime.world(), [&]() -> std::string {
     const bool looks = options.begin_anew();
     if (looks && !checkpoint::has_checkpoint(path, tag, options.partial())) return "";
@@ -183,7 +182,8 @@ void keep_copy(const CheckpointParts& parts, const std::string& user_content) {
 std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
                                               const LoadOptions& options) {
   const core::CallScope here("smp::resume_after_restart", "smp::resume");
-  auto checkpoints = runtime::checkpoints_before(Runtime::get());
+  const Runtime& runtime = Runtime::get();
+  auto checkpoints = runtime::checkpoints_before(runtime, *runtime.checkpoint_context);
   while (!checkpoints.empty()) {
     const std::string newest = std::move(checkpoints.back());
     checkpoints.pop_back();
@@ -191,7 +191,7 @@ std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
       return load(newest, parts, options);
     } catch (const CheckpointError& error) {  // on all ranks, and nothing has changed
       if (checkpoints.empty()) throw;
-      if (Runtime::get().rank() > 0) continue;
+      if (runtime.rank() > 0) continue;
       core::log_warning(c10::str(core::text_without_prefix(error), "\nGoing on from \"",
                                  checkpoints.back(), "\" instead"));
     }
@@ -202,8 +202,8 @@ std::optional<LoadedRun> resume_after_restart(const CheckpointParts& parts,
 RemovableHandle register_checkpoint_state(const std::string& name,
                                           std::function<std::string()> save,
                                           std::function<void(const std::string&)> load) {
-  return runtime::register_extra(Runtime::get_shared(), "register_checkpoint_state", name,
-                                 {std::move(save), std::move(load)});
+  return runtime::register_extra(Runtime::get().checkpoint_context, "register_checkpoint_state",
+                                 name, {std::move(save), std::move(load)});
 }
 
 RemovableHandle register_checkpoint_tensors(

@@ -104,13 +104,13 @@ struct Scheduler {
 };
 
 RemovableHandle register_checked(Scheduler scheduler) {
-  const auto runtime = runtime::Runtime::get_shared();
   const auto shared = std::make_shared<const Scheduler>(std::move(scheduler));
   runtime::CheckpointContext::Extra extra;
   extra.save = [shared] { return shared->save(); };
   extra.load = [shared](const std::string& state) { shared->load(state); };
   extra.check = [shared](const std::string& state) { shared->check(state); };
-  return runtime::register_extra(runtime, "register_scheduler", shared->name, std::move(extra));
+  return runtime::register_extra(runtime::Runtime::get().checkpoint_context, "register_scheduler",
+                                 shared->name, std::move(extra));
 }
 
 }  // namespace

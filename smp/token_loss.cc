@@ -13,8 +13,8 @@ namespace {
 using runtime::Runtime;
 
 /// The ranks that are given batches of their own.
-CommGroup batch_group(const Runtime& runtime) {
-  return runtime.config().prescaled_batch() ? CommGroup::kRdp : CommGroup::kDp;
+CommGroup batch_group(const Config& config) {
+  return config.prescaled_batch() ? CommGroup::kRdp : CommGroup::kDp;
 }
 
 }  // namespace
@@ -22,7 +22,7 @@ CommGroup batch_group(const Runtime& runtime) {
 at::Tensor count_tokens(const at::Tensor& counted) {
   const core::CallScope here("smp::count_tokens");
   const at::NoGradGuard no_grad;
-  const at::Tensor total = group(batch_group(Runtime::get())).all_reduce(counted.sum());
+  const at::Tensor total = group(batch_group(Runtime::get().config())).all_reduce(counted.sum());
   return total.masked_fill(total.eq(0), 1);
 }
 

@@ -15,6 +15,7 @@
 #include "comm/device/staging.h"
 #include "comm/device_streams.h"
 #include "comm/nccl/group_pool.h"
+#include "comm/process_end.h"
 #include "comm/transport_communicator.h"
 
 namespace smp::comm {
@@ -44,12 +45,7 @@ class StagedCommunicator final : public DeviceCommunicator {
     }
   }
 
-  // Others may be waiting for this rank's part.
-  ~StagedCommunicator() override {
-    if (shared_) {
-      let_finish([this] { return shared_->is_idle() || !host()->abort_text().empty(); }, timeout());
-    }
-  }
+  ~StagedCommunicator() override { let_go(); }
 
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
                          const std::vector<ChannelSpec>& incoming) override {
@@ -97,6 +93,14 @@ class StagedCommunicator final : public DeviceCommunicator {
   }
 
  private:
+  // Others may be waiting for this rank's part.
+  void let_go() {
+    if (shared_) {
+      let_finish([this] { return shared_->is_idle() || !host()->abort_text().empty(); }, timeout());
+    }
+    shared_ = nullptr;
+  }
+
   c10::Stream side() {
     if (!side_) {
       side_ = side_stream(device());
@@ -107,6 +111,7 @@ class StagedCommunicator final : public DeviceCommunicator {
   DeviceIpc* const ipc_;                    // null: channels go another way
   std::shared_ptr<IpcCollectives> shared_;  // null: through host memory
   std::optional<c10::Stream> side_;         // from the first task on
+  const AtWorldEnd end_{[this] { let_go(); }};
 };
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "comm/device_streams.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
+#include "comm/process_end.h"
 #include "comm/transport_communicator.h"
 #include "core/check.h"
 
@@ -94,12 +95,7 @@ class GroupCommunicator final : public DeviceCommunicator {
         is_fast_(host->device_transport().fast_reductions) {}
 
   ~GroupCommunicator() override {
-    let_finish(
-        [this] {
-          return c10::impl::VirtualGuardImpl(side_.device_type()).queryStream(side_) ||
-                 !host()->abort_text().empty();
-        },
-        timeout());
+    if (!has_ended_) let_side_finish();
   }
 
   Channels open_channels(const std::vector<ChannelSpec>& outgoing,
@@ -123,6 +119,22 @@ class GroupCommunicator final : public DeviceCommunicator {
   }
 
  private:
+  void let_side_finish() {
+    let_finish(
+        [this] {
+          return c10::impl::VirtualGuardImpl(side_.device_type()).queryStream(side_) ||
+                 !host()->abort_text().empty();
+        },
+        timeout());
+  }
+
+  // Channels that outlive this have the groups, too.
+  void let_go() {
+    let_side_finish();
+    has_ended_ = true;
+    pool_->close();
+  }
+
   // Collectives on tensors that the current stream has made go on beside its next work.
   WorkPtr on_side_stream(std::function<void()> collective) {
     const at::NoGradGuard no_grad;
@@ -269,6 +281,8 @@ class GroupCommunicator final : public DeviceCommunicator {
   const std::shared_ptr<GroupPool> pool_;
   const c10::Stream side_;
   const bool is_fast_;
+  bool has_ended_ = false;
+  const AtWorldEnd end_{[this] { let_go(); }};
 };
 
 Channels GroupCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,

@@ -33,7 +33,7 @@ bool has_ended(const DeviceTransfer& transfer) noexcept {
 GroupPool::GroupPool(CommunicatorPtr host, at::Device device, MakeDeviceGroup make)
     : host_(std::move(host)), device_(device), make_(std::move(make)) {}
 
-GroupPool::~GroupPool() {
+void GroupPool::close() {
   let_finish(
       [this] {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -51,6 +51,7 @@ GroupPool::~GroupPool() {
   }
   // Ranks let go of a group at different times, so it cannot end in step with the others'.
   end_groups();
+  kept_.clear();
 }
 
 void GroupPool::watch() {

@@ -52,10 +52,12 @@ struct DeviceTransfer {
 class GroupPool {
  public:
   GroupPool(CommunicatorPtr host, at::Device device, MakeDeviceGroup make);
-  /// Waits until the kept transfers have ended, at most for the time-out, and ends the groups.
-  ~GroupPool();
+  ~GroupPool() { close(); }
   GroupPool(const GroupPool&) = delete;
   GroupPool& operator=(const GroupPool&) = delete;
+
+  /// Waits until the kept transfers have ended, at most for the time-out, and ends the groups.
+  void close();
 
   /// That of all ranks. Throws the `CommError` of the rank that has aborted, if one has.
   DeviceGroup of_all();

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/env.h"
+#include "core/failure.h"
 #include "core/log.h"
 #include "core/public_call.h"
 #include "core/status.h"
@@ -84,17 +86,20 @@ std::exception_ptr BackgroundSave::unseen_error() {
   return nullptr;
 }
 
-CheckpointContext::~CheckpointContext() {
-  if (last_ == nullptr) return;
-  const auto error = last_->unseen_error();
-  if (error) core::log_error("an asynchronous save has failed: " + text_of(error));
+void CheckpointContext::end() {
+  if (const auto last = std::exchange(last_, nullptr)) {
+    const auto error = last->unseen_error();
+    if (error) core::log_error("an asynchronous save has failed: " + text_of(error));
+  }
+  locks_.clear();
+  group_ = nullptr;
+  extras.clear();
+  tensors.clear();
 }
 
-CheckpointContext& CheckpointContext::of(Runtime& runtime) {
-  if (!runtime.checkpoint_context) {
-    runtime.checkpoint_context = std::make_shared<CheckpointContext>(runtime.world());
-  }
-  return *runtime.checkpoint_context;
+bool CheckpointContext::notes_progress() const {
+  const bool is_first = holders != nullptr && holders->is_first();
+  return world_->rank() == 0 || (is_first && !core::env(core::kFailureDirVariable));
 }
 
 const comm::CommunicatorPtr& CheckpointContext::group() {
@@ -131,20 +136,20 @@ std::shared_ptr<BackgroundSave> CheckpointContext::start(std::function<void()> w
   return last_;
 }
 
-RemovableHandle register_extra(const std::shared_ptr<Runtime>& runtime, const std::string& call,
-                               const std::string& name, CheckpointContext::Extra extra) {
-  auto& context = CheckpointContext::of(*runtime);
-  SMP_CHECK_WITH(UsageError, context.extras.count(name) == 0, call, " was called twice for \"",
+RemovableHandle register_extra(const std::shared_ptr<CheckpointContext>& context,
+                               const std::string& call, const std::string& name,
+                               CheckpointContext::Extra extra) {
+  SMP_CHECK_WITH(UsageError, context->extras.count(name) == 0, call, " was called twice for \"",
                  name, "\": give each state a name of its own");
-  const auto waiting = context.unclaimed.find(name);
-  if (extra.check && waiting != context.unclaimed.end()) {
+  const auto waiting = context->unclaimed.find(name);
+  if (extra.check && waiting != context->unclaimed.end()) {
     extra.check(waiting->second);
     extra.load(waiting->second);
-    context.unclaimed.erase(waiting);
+    context->unclaimed.erase(waiting);
   }
-  context.extras.emplace(name, std::move(extra));
-  return RemovableHandle([weak = std::weak_ptr<Runtime>(runtime), name] {
-    if (const auto runtime = weak.lock()) CheckpointContext::of(*runtime).extras.erase(name);
+  context->extras.emplace(name, std::move(extra));
+  return RemovableHandle([weak = std::weak_ptr<CheckpointContext>(context), name] {
+    if (const auto alive = weak.lock()) alive->extras.erase(name);
   });
 }
 

@@ -14,7 +14,7 @@
 
 #include "checkpoint/save_lock.h"
 #include "comm/communicator.h"
-#include "runtime/runtime.h"
+#include "runtime/save/copy_holders.h"
 #include "runtime/save/copy_pace.h"
 #include "smp/removable_handle.h"
 
@@ -43,7 +43,7 @@ class BackgroundSave {
   std::atomic<bool> seen_{false};
 };
 
-/// The state that a rank keeps between checkpoints. Internal.
+/// The state that a rank keeps for checkpoints, and between them. Internal.
 class CheckpointContext {
  public:
   /// State beside models and optimizers, as text of JSON.
@@ -55,14 +55,21 @@ class CheckpointContext {
     std::function<void(const std::string&)> check = nullptr;
   };
 
-  explicit CheckpointContext(comm::CommunicatorPtr world) : world_(std::move(world)) {}
-  /// Waits for a save under way, and logs an error that no call has asked for.
-  ~CheckpointContext();
+  CheckpointContext(comm::CommunicatorPtr world, std::shared_ptr<const CopyHolders> holders)
+      : holders(std::move(holders)), world_(std::move(world)) {}
+  ~CheckpointContext() { end(); }
   CheckpointContext(const CheckpointContext&) = delete;
   CheckpointContext& operator=(const CheckpointContext&) = delete;
 
-  /// That of a rank, made at the first call.
-  static CheckpointContext& of(Runtime& runtime);
+  /// Waits for a save under way, logs an error that no call has asked for, and gives back the locks
+  /// and the program's functions: objects of the program may have this for longer.
+  void end();
+
+  /// The ranks that keep copies; null: `"recovery"` is off.
+  std::shared_ptr<const CopyHolders> holders;
+  /// Whether this rank notes how far the job has come: rank 0, and where the notes lie with the
+  /// copies, a rank of each holder.
+  bool notes_progress() const;
 
   std::map<std::string, Extra> extras;
   /// Tensors of the program, one for a parameter.
@@ -99,7 +106,8 @@ class CheckpointContext {
 /// Has checkpoints hold a state under a name. One that goes with the optimizer's is loaded at once
 /// if the checkpoint that was loaded had it. `call` is the user's call, for errors. Throws
 /// `UsageError` for a name that is taken.
-RemovableHandle register_extra(const std::shared_ptr<Runtime>& runtime, const std::string& call,
-                               const std::string& name, CheckpointContext::Extra extra);
+RemovableHandle register_extra(const std::shared_ptr<CheckpointContext>& context,
+                               const std::string& call, const std::string& name,
+                               CheckpointContext::Extra extra);
 
 }  // namespace smp::runtime

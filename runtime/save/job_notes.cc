@@ -6,11 +6,9 @@
 #include <utility>
 
 #include "core/check.h"
-#include "core/env.h"
 #include "core/failure.h"
 #include "core/log.h"
 #include "core/restart.h"
-#include "runtime/save/copy_holders.h"
 
 namespace smp::runtime {
 namespace {
@@ -33,14 +31,8 @@ void tell(const core::Restart& restart, int64_t from) {
 
 }  // namespace
 
-bool notes_progress(const Runtime& runtime) {
-  const CopyHolders* holders = runtime.copy_holders.get();
-  const bool is_first = holders != nullptr && holders->is_first();
-  return runtime.rank() == 0 || (is_first && !core::env(core::kFailureDirVariable));
-}
-
-void note_steps(const Runtime& runtime) {
-  if (notes_progress(runtime)) core::note_steps(runtime.progress.training_steps);
+void note_steps(const CheckpointContext& context, const Progress& progress) {
+  if (context.notes_progress()) core::note_steps(progress.training_steps);
 }
 
 void note_training_step(Runtime& runtime) {
@@ -48,7 +40,7 @@ void note_training_step(Runtime& runtime) {
   if (runtime.rank() == 0 && !std::exchange(progress.restart_is_told, true)) {
     if (runtime.restart()) tell(*runtime.restart(), progress.training_steps - 1);
   }
-  note_steps(runtime);
+  note_steps(*runtime.checkpoint_context, progress);
 }
 
 }  // namespace smp::runtime

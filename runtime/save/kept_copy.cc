@@ -13,9 +13,7 @@
 #include "core/failure.h"
 #include "core/log.h"
 #include "core/restart.h"
-#include "runtime/save/background_save.h"
 #include "runtime/save/copy_transfer.h"
-#include "runtime/save/job_notes.h"
 #include "runtime/save/saving.h"
 
 namespace smp::runtime {
@@ -54,20 +52,21 @@ std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
   return std::make_shared<CopyHolders>(CopyHolders::find(*folder, world));
 }
 
-void note_what_was_before(const Runtime& runtime) {
+void note_what_was_before(const Job& job, const CheckpointContext& context) {
   const bool is_kept_by_launcher = core::env(core::kFailureDirVariable).has_value();
-  if (!runtime.restart() || !runtime.copy_holders || is_kept_by_launcher) return;
-  if (!notes_progress(runtime)) return;
-  const auto noted = core::read_progress(runtime.copy_holders->folder());
+  if (!job.restart() || !context.holders || is_kept_by_launcher) return;
+  if (!context.notes_progress()) return;
+  const auto noted = core::read_progress(context.holders->folder());
   const auto own = noted ? noted->checkpoints : std::vector<core::SavedCheckpoint>();
-  for (const core::SavedCheckpoint& saved : runtime.restart()->before.checkpoints) {
+  for (const core::SavedCheckpoint& saved : job.restart()->before.checkpoints) {
     if (std::find(own.begin(), own.end(), saved) == own.end()) core::note_checkpoint(saved);
   }
 }
 
 void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string& user_content) {
-  if (runtime.copy_holders == nullptr) return;
-  CopyPace& pace = CheckpointContext::of(runtime).copy_pace;
+  CheckpointContext& context = *runtime.checkpoint_context;
+  if (context.holders == nullptr) return;
+  CopyPace& pace = context.copy_pace;
   if (pace.calls_to_next-- > 0) return;
   const auto begin = CopyPace::Clock::now();
   const int64_t interval = runtime.config().recovery_interval();
@@ -76,13 +75,13 @@ void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string
   const CopyPace::Seconds took = std::make_shared<std::atomic<double>>(0);
   SaveRequest request;
   request.call = "smp::keep_copy";
-  request.holders = runtime.copy_holders;
-  request.path = runtime.copy_holders->copy();
+  request.holders = context.holders;
+  request.path = context.holders->copy();
   request.lock = checkpoint::lock_of_writer(request.path);
   request.asynchronous = true;
-  request.medium = runtime.copy_holders->medium();
+  request.medium = context.holders->medium();
   request.user_content = user_content;
-  if (notes_progress(runtime)) {
+  if (context.notes_progress()) {
     request.note = [steps = runtime.progress.training_steps] { core::note_kept_copy(steps); };
   }
   request.when_saved = [took, &pace](double seconds) {
@@ -107,20 +106,19 @@ void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string
   pace.last_took = took;
 }
 
-std::vector<std::string> checkpoints_before(Runtime& runtime) {
-  if (!runtime.restart()) return {};
-  const auto& saved = runtime.restart()->before.checkpoints;
+std::vector<std::string> checkpoints_before(const Job& job, CheckpointContext& context) {
+  if (!job.restart()) return {};
+  const auto& saved = job.restart()->before.checkpoints;
   std::vector<std::string> paths;
   for (const core::SavedCheckpoint& checkpoint : saved) paths.push_back(checkpoint.path);
-  const CopyHolders* holders = runtime.copy_holders.get();
-  if (holders == nullptr) return paths;
+  if (context.holders == nullptr) return paths;
   try {
-    if (const auto steps = collect_copy(*CheckpointContext::of(runtime).group(), *holders)) {
+    if (const auto steps = collect_copy(*context.group(), *context.holders)) {
       const bool is_newest = saved.empty() || saved.back().steps <= *steps;
-      paths.insert(is_newest ? paths.end() : paths.end() - 1, holders->copy());
+      paths.insert(is_newest ? paths.end() : paths.end() - 1, context.holders->copy());
     }
   } catch (const CheckpointError& error) {  // on all ranks
-    if (runtime.rank() == 0) core::log_warning(core::text_without_prefix(error));
+    if (job.rank() == 0) core::log_warning(core::text_without_prefix(error));
   }
   return paths;
 }

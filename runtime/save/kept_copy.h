@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/runtime.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "smp/checkpoint_parts.h"
 
@@ -17,7 +18,7 @@ std::shared_ptr<const CopyHolders> find_copy_holders(const Config& config,
                                                      comm::Communicator& world);
 
 /// Notes again the entries that a rank's notes have lost, as they do with their host. Internal.
-void note_what_was_before(const Runtime& runtime);
+void note_what_was_before(const Job& job, const CheckpointContext& context);
 
 /// Does the work of `smp::keep_copy`: a checkpoint in the job's folder, completed on a thread of
 /// its own. Internal.
@@ -25,6 +26,6 @@ void keep_copy(Runtime& runtime, const CheckpointParts& parts, const std::string
 
 /// The checkpoints from which a restarted job may go on, the newest last. A copy that several
 /// holders have together is whole in each of them then. Collective over the world. Internal.
-std::vector<std::string> checkpoints_before(Runtime& runtime);
+std::vector<std::string> checkpoints_before(const Job& job, CheckpointContext& context);
 
 }  // namespace smp::runtime

@@ -22,7 +22,6 @@
 #include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/background_save.h"
-#include "runtime/save/copy_holders.h"
 #include "runtime/save/job_notes.h"
 #include "runtime/save/program_tensors.h"
 #include "runtime/together.h"
@@ -40,24 +39,24 @@ using checkpoint::Reader;
 using Wanted = std::function<bool(const std::string&)>;
 
 /// The tensors that files are expected to hold for `tensors`: wholes where they are divided.
-std::vector<ExpectedTensor> expectations(const Runtime& runtime,
+std::vector<ExpectedTensor> expectations(const ParameterTable& table,
                                          const std::vector<checkpoint::NamedTensor>& tensors) {
   auto expected = checkpoint::expectations(tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
-    expected[i].spec.shape = runtime.table().at(tensors[i].tensor).whole_sizes();
+    expected[i].spec.shape = table.at(tensors[i].tensor).whole_sizes();
   }
   return expected;
 }
 
 /// The tensors that a checkpoint is expected to hold of the parameters of models.
-std::vector<ExpectedTensor> expected_parameters(const Runtime& runtime,
+std::vector<ExpectedTensor> expected_parameters(const ParameterTable& table,
                                                 const std::vector<Model*>& models) {
-  auto tensors = tensors_of(runtime, models);
+  auto tensors = tensors_of(table, models);
   const auto is_buffer = [&](const checkpoint::NamedTensor& tensor) {
-    return !runtime.table().at(tensor.tensor).is_parameter();
+    return !table.at(tensor.tensor).is_parameter();
   };
   tensors.erase(std::remove_if(tensors.begin(), tensors.end(), is_buffer), tensors.end());
-  return expectations(runtime, tensors);
+  return expectations(table, tensors);
 }
 
 /// A checkpoint that is being loaded into models.
@@ -65,9 +64,10 @@ class Load {
  public:
   Load(Runtime& runtime, std::string path, const CheckpointParts& parts, const LoadOptions& options)
       : runtime_(runtime), path_(std::move(path)), parts_(parts), options_(options) {
-    tensors_ = tensors_of(runtime, parts.models());
-    expected_ = expectations(runtime, tensors_);
-    averages_ = averages_of(runtime, parts.models());
+    tensors_ = tensors_of(runtime_.table(), parts.models());
+    expected_ = expectations(runtime_.table(), tensors_);
+    averages_ = averages_of(parts.models());
+    program_tensors_ = program_tensors_of(*runtime.checkpoint_context, parts.models());
     for (const auto& entry : runtime.table().entries()) {
       if (entry.is_parameter()) parameters_.insert(entry.name);
     }
@@ -82,7 +82,7 @@ class Load {
       checkpoint::check_names(expected_, reader_->index(), path_,
                               {options_.strict(), options_.convert()});
       check_averages();
-      for (const auto& tensors : program_tensors_of(runtime_, parts_.models())) {
+      for (const auto& tensors : program_tensors_) {
         tensors->check(reader_->index(), path_, options_.strict());
       }
       if (with_optimizer()) {
@@ -101,8 +101,7 @@ class Load {
           " that of ", identities[r], ". All ranks must load the same files.");
     }
     check_bytes(with_optimizer() || options_.convert() || !averages_.empty() ||
-                !program_tensors_of(runtime_, parts_.models()).empty() ||
-                !options_.average().empty());
+                !program_tensors_.empty() || !options_.average().empty());
   }
 
   void load_optimizers() const {
@@ -125,7 +124,7 @@ class Load {
   void load_model() const {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       if (!is_stored(expected_[i])) continue;
-      assign(runtime_, tensors_[i].tensor,
+      assign(runtime_.table().at(tensors_[i].tensor), runtime_.rank(),
              [reader = reader_, expected = expected_[i], average = options_.average()] {
                return checkpoint::read_values(*reader, expected, average);
              });
@@ -136,7 +135,7 @@ class Load {
   void load_averages() const {
     for (Average* average : averages_) {
       const auto& name = average->name();
-      const auto parameters = expected_parameters(runtime_, {&average->model()});
+      const auto parameters = expected_parameters(runtime_.table(), {&average->model()});
       const auto updates = checkpoint::average_updates(parameters, reader_->index(), name);
       std::map<std::string, ExpectedTensor> expected;
       for (const auto& tensor : parameters) expected[tensor.names.front()] = tensor;
@@ -148,23 +147,21 @@ class Load {
   }
 
   void load_program_tensors() const {
-    for (const auto& tensors : program_tensors_of(runtime_, parts_.models())) {
-      tensors->load(reader_);
-    }
+    for (const auto& tensors : program_tensors_) tensors->load(reader_);
   }
 
   LoadedRun load_run() const {
     const auto& run = reader_->index().run;
     runtime_.progress.seed = run.random.seed;
     runtime_.progress.training_steps = run.step;
-    note_steps(runtime_);
+    note_steps(*runtime_.checkpoint_context, runtime_.progress);
     runtime_.progress.gradient_shards = static_cast<int>(run.gradient_shards);
     if (with_optimizer()) {
       runtime_.progress.step_functions.resume(run.random.step_calls, path_);
     } else {
       runtime_.progress.step_functions.load(run.random.step_calls);
     }
-    auto& context = CheckpointContext::of(runtime_);
+    CheckpointContext& context = *runtime_.checkpoint_context;
     context.unclaimed.clear();
     for (const auto& [name, state] : run.extra.items()) {
       const auto extra = context.extras.find(name);
@@ -194,7 +191,7 @@ class Load {
   /// Which part of how many of the files this rank checks: all ranks see the same, but of a copy
   /// each holder its own.
   std::pair<int, int> my_share() const {
-    const auto& holders = runtime_.copy_holders;
+    const auto& holders = runtime_.checkpoint_context->holders;
     if (holders == nullptr || path_ != holders->copy()) {
       return {runtime_.rank(), runtime_.world()->size()};
     }
@@ -266,12 +263,12 @@ class Load {
   void check_averages() const {
     const auto& index = reader_->index();
     if (!options_.average().empty()) {
-      checkpoint::check_average(expected_parameters(runtime_, parts_.models()), index,
+      checkpoint::check_average(expected_parameters(runtime_.table(), parts_.models()), index,
                                 options_.average(), path_);
     }
     if (!options_.strict()) return;
     for (const Average* average : averages_) {
-      checkpoint::check_average(expected_parameters(runtime_, {&average->model()}), index,
+      checkpoint::check_average(expected_parameters(runtime_.table(), {&average->model()}), index,
                                 average->name(), path_);
     }
   }
@@ -284,7 +281,7 @@ class Load {
   /// The schedulers of the optimizer must be there, or learning rates would not go on as they did.
   void check_schedulers() const {
     const auto& stored = reader_->index().run.extra;
-    for (const auto& [name, extra] : CheckpointContext::of(runtime_).extras) {
+    for (const auto& [name, extra] : runtime_.checkpoint_context->extras) {
       if (extra.check == nullptr) continue;
       SMP_CHECK_WITH(CheckpointError, stored.contains(name) || !options_.strict(), "checkpoint \"",
                      path_, "\" holds nothing of scheduler \"", name,
@@ -354,29 +351,29 @@ class Load {
   std::vector<checkpoint::NamedTensor> tensors_;
   std::vector<ExpectedTensor> expected_;
   std::vector<Average*> averages_;
+  std::vector<std::shared_ptr<ProgramTensors>> program_tensors_;
   std::set<std::string> parameters_;  // names, of all models
   std::shared_ptr<Reader> reader_;
 };
 
 }  // namespace
 
-std::vector<ExpectedTensor> expected_by(const Runtime& runtime, const Model& model,
+std::vector<ExpectedTensor> expected_by(const ParameterTable& table, const Model& model,
                                         std::vector<checkpoint::NamedTensor> tensors) {
   const size_t prefix = model.full_name("").size();
   for (auto& tensor : tensors) {
     tensor.name.erase(0, prefix);
     for (std::string& alias : tensor.aliases) alias.erase(0, prefix);
   }
-  return expectations(runtime, tensors);
+  return expectations(table, tensors);
 }
 
-void assign(const Runtime& runtime, const at::Tensor& tensor, std::function<at::Tensor()> read) {
-  const auto& entry = runtime.table().at(tensor);
-  const auto own = [sharding = entry.shard() ? entry.sharding : entry.part(), rank = runtime.rank(),
+void assign(const ParameterTable::Entry& entry, int rank, std::function<at::Tensor()> read) {
+  const auto own = [sharding = entry.shard() ? entry.sharding : entry.part(), rank,
                     whole = std::move(read)] { return sharding.cut(whole(), rank); };
-  const at::Tensor& target = entry.shard() ? entry.updated() : tensor;
-  if (const auto recording = graph::recording_of(tensor).first) {
-    recording->set_source(tensor, own);
+  const at::Tensor& target = entry.shard() ? entry.updated() : entry.tensor;
+  if (const auto recording = graph::recording_of(entry.tensor).first) {
+    recording->set_source(entry.tensor, own);
   } else if (target.defined() && has_data(target)) {
     target.detach().copy_(own());
   }
@@ -398,15 +395,16 @@ LoadedRun load(const std::string& path, const CheckpointParts& given, const Load
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load was called inside a step function; call it before or after the step");
-  CheckpointContext::of(runtime).finish();
+  runtime.checkpoint_context->finish();
   const CheckpointParts parts =
       options.load_optimizer() ? given : CheckpointParts(given.models(), {});
   if (!parts.optimizers().empty()) {
-    check_nothing_adds_up(runtime, "smp::load");
-    check_no_average_in_use(runtime, "smp::load");  // an optimizer may be of several models
+    check_nothing_adds_up(runtime.current_step, "smp::load");
+    // An optimizer may be of several models.
+    check_no_average_in_use(runtime.models(), "smp::load");
     check_no_common_parameters(parts.optimizers(), "smp::load");
   }
-  for (Model* model : parts.models()) check_no_average_in_use(runtime, *model, "smp::load");
+  for (Model* model : parts.models()) check_no_average_in_use(*model, "smp::load");
   Load load(runtime, path, parts, options);
   load.check();
   // Before the model: an optimizer of another form is found out, too, while nothing has changed.

@@ -7,7 +7,6 @@
 #include "checkpoint/safetensors.h"
 #include "core/check.h"
 #include "core/text.h"
-#include "runtime/save/background_save.h"
 
 namespace smp::runtime {
 namespace {
@@ -24,20 +23,20 @@ void check_tensor_name(const std::string& name) {
 
 }  // namespace
 
-ProgramTensors::ProgramTensors(std::string name, Runtime& runtime, Model& model, Save save,
-                               Load load)
-    : name_(std::move(name)),
-      runtime_(runtime),
-      model_(model),
-      save_(std::move(save)),
-      load_(std::move(load)) {}
+ProgramTensors::ProgramTensors(std::string name, Model& model, Save save, Load load)
+    : name_(std::move(name)), model_(model), save_(std::move(save)), load_(std::move(load)) {
+  for (const auto& known : model.runtime().models()) {
+    if (known.get() == &model) life_ = known;
+  }
+}
 
 OptimizerState ProgramTensors::local_state() const {
+  const Runtime& runtime = model_.runtime();
   OptimizerState state;
   for (const auto& item : save_()) {
     const at::Tensor* parameter = model_.named_parameters().find(item.key());
-    const auto* entry = parameter != nullptr ? runtime_.table().find(*parameter) : nullptr;
-    SMP_CHECK_WITH(UsageError, entry != nullptr && runtime_.owns(*entry), "the tensors \"", name_,
+    const auto* entry = parameter != nullptr ? runtime.table().find(*parameter) : nullptr;
+    SMP_CHECK_WITH(UsageError, entry != nullptr && runtime.owns(*entry), "the tensors \"", name_,
                    "\" of a checkpoint: \"", core::printable(item.key()),
                    "\" is no parameter that this rank owns. Give tensors by the names of "
                    "model->local_named_parameters()");
@@ -57,9 +56,10 @@ OptimizerState ProgramTensors::local_state() const {
 
 std::vector<ProgramTensors::Stored> ProgramTensors::stored_in(
     const checkpoint::Index& index) const {
+  const ParameterTable& table = model_.runtime().table();
   std::vector<Stored> result;
-  for (const checkpoint::NamedTensor& named : tensors_of(runtime_, {&model_})) {
-    const auto& entry = runtime_.table().at(named.name);
+  for (const checkpoint::NamedTensor& named : tensors_of(table, {&model_})) {
+    const auto& entry = table.at(named.name);
     auto names = named.aliases;  // another one may have been the first when it was saved
     names.insert(names.begin(), named.name);
     for (const std::string& name : names) {
@@ -91,25 +91,25 @@ void ProgramTensors::load(std::shared_ptr<checkpoint::Reader> reader) {
 }
 
 void ProgramTensors::take_loaded() {
-  if (loaded_ == nullptr || !runtime_.partitioned()) return;
+  const Runtime& runtime = model_.runtime();
+  if (loaded_ == nullptr || !runtime.partitioned()) return;
   const auto reader = std::exchange(loaded_, nullptr);
   Model::TensorDict tensors;
   const size_t prefix = model_.full_name("").size();
   for (const auto& [entry, tensor] : stored_in(reader->index())) {
-    if (!runtime_.owns(*entry)) continue;
+    if (!runtime.owns(*entry)) continue;
     const at::Tensor whole = reader->read_optimizer(tensor);
-    tensors.insert(entry->name.substr(prefix), entry->part().cut(whole, runtime_.rank()));
+    tensors.insert(entry->name.substr(prefix), entry->part().cut(whole, runtime.rank()));
   }
   load_(tensors);
 }
 
-std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const Runtime& runtime,
+std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const CheckpointContext& context,
                                                                 const std::vector<Model*>& models) {
   std::vector<std::shared_ptr<ProgramTensors>> result;
-  if (!runtime.checkpoint_context) return result;
-  for (const auto& tensors : runtime.checkpoint_context->tensors) {
+  for (const auto& tensors : context.tensors) {
     const bool is_of_one =
-        std::find(models.begin(), models.end(), &tensors->model()) != models.end();
+        std::find(models.begin(), models.end(), tensors->model()) != models.end();
     if (is_of_one) result.push_back(tensors);
   }
   return result;
@@ -118,24 +118,27 @@ std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const Runtime& r
 RemovableHandle register_program_tensors(const std::string& name, Model& model,
                                          ProgramTensors::Save save, ProgramTensors::Load load) {
   check_tensor_name(name);
-  const auto runtime = Runtime::get_shared();
-  for (const auto& other : program_tensors_of(*runtime, {&model})) {
+  const auto& context = model.runtime().checkpoint_context;
+  auto& known = context->tensors;
+  const auto is_gone = [](const auto& tensors) { return tensors->model() == nullptr; };
+  known.erase(std::remove_if(known.begin(), known.end(), is_gone), known.end());
+  for (const auto& other : program_tensors_of(*context, {&model})) {
     SMP_CHECK_WITH(UsageError, other->name() != name,
                    "smp::register_checkpoint_tensors was called twice for \"", name,
                    "\" of a model: give each set of tensors a name of its own");
   }
   const auto tensors =
-      std::make_shared<ProgramTensors>(name, *runtime, model, std::move(save), std::move(load));
-  CheckpointContext::of(*runtime).tensors.push_back(tensors);
+      std::make_shared<ProgramTensors>(name, model, std::move(save), std::move(load));
+  known.push_back(tensors);
   const std::weak_ptr<ProgramTensors> weak = tensors;
   auto hook = std::make_shared<RemovableHandle>(model.register_post_partition_hook([weak] {
     if (const auto alive = weak.lock()) alive->take_loaded();
   }));
-  return RemovableHandle([of = std::weak_ptr<Runtime>(runtime), weak, hook] {
+  return RemovableHandle([of = std::weak_ptr<CheckpointContext>(context), weak, hook] {
     hook->remove();
-    const auto runtime = of.lock();
-    if (!runtime || !runtime->checkpoint_context) return;
-    auto& all = runtime->checkpoint_context->tensors;
+    const auto alive = of.lock();
+    if (alive == nullptr) return;
+    auto& all = alive->tensors;
     all.erase(std::remove(all.begin(), all.end(), weak.lock()), all.end());
   });
 }

@@ -12,7 +12,7 @@
 #include "checkpoint/reader.h"
 #include "optim/state_dict.h"
 #include "runtime/model.h"
-#include "runtime/runtime.h"
+#include "runtime/save/background_save.h"
 #include "smp/removable_handle.h"
 
 namespace smp::runtime {
@@ -25,11 +25,11 @@ class ProgramTensors {
   using Save = std::function<Model::TensorDict()>;
   using Load = std::function<void(const Model::TensorDict&)>;
 
-  /// Both must outlive this.
-  ProgramTensors(std::string name, Runtime& runtime, Model& model, Save save, Load load);
+  ProgramTensors(std::string name, Model& model, Save save, Load load);
 
   const std::string& name() const { return name_; }
-  Model& model() const { return model_; }
+  /// Null after the model's end, when nothing else of this may be called.
+  Model* model() const { return life_.expired() ? nullptr : &model_; }
 
   /// Gives the states, with one tensor each, that this rank has of its parts of parameters. Throws
   /// `UsageError` for a tensor that is of no parameter that it owns, or has other sizes.
@@ -52,15 +52,15 @@ class ProgramTensors {
   std::vector<Stored> stored_in(const checkpoint::Index& index) const;
 
   const std::string name_;
-  Runtime& runtime_;  // which has it
   Model& model_;
+  std::weak_ptr<const Model> life_;  // identity of the model, whose address a later one may have
   Save save_;
   Load load_;
   std::shared_ptr<checkpoint::Reader> loaded_;  // until the program has its tensors
 };
 
 /// Those of models, in the order in which they were registered.
-std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const Runtime& runtime,
+std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const CheckpointContext& context,
                                                                 const std::vector<Model*>& models);
 
 /// Has checkpoints of a model hold tensors under a name. Throws `UsageError` for a name that is

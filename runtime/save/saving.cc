@@ -143,7 +143,7 @@ class MergedModel {
  public:
   MergedModel(const Runtime& runtime, const std::vector<Model*>& models) {
     const std::vector<int> owners = runtime.topology().members(CommGroup::kPp, 0);
-    for (const NamedTensor& tensor : tensors_of(runtime, models)) {
+    for (const NamedTensor& tensor : tensors_of(runtime.table(), models)) {
       const auto& entry = runtime.table().at(tensor.name);
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
       specs_.back().second.shape = entry.whole_sizes();
@@ -199,30 +199,17 @@ class MergedModel {
   }
 
  private:
-  static constexpr comm::Tag kTag = 0;
-
   std::vector<size_t> order() const { return checkpoint::SafetensorsWriter::order_of(specs_); }
 
   /// The value of a tensor on rank 0. Collective.
   at::Tensor bring(size_t i, comm::Communicator& group) const {
     at::Tensor value;
-    alone(group, [&] { value = send_or_receive(i, group); });
-    return value;
-  }
-
-  at::Tensor send_or_receive(size_t i, comm::Communicator& group) const {
-    const at::Tensor value = values_[i]();
-    const bool is_source = group.rank() == sources_[i];
-    if (sources_[i] == 0 || checkpoint::byte_size(specs_[i].second) == 0) {
-      return is_source ? value : at::empty(specs_[i].second.shape, specs_[i].second.dtype);
-    }
-    if (is_source) {
-      group.send(value.detach().cpu().contiguous(), 0, kTag);
-    } else if (group.rank() == 0) {
-      const auto received = at::empty(specs_[i].second.shape, specs_[i].second.dtype);
-      group.recv(received, sources_[i], kTag);
-      return received;
-    }
+    const comm::Cut by_source{{/*stride=*/1, group.size()}, comm::Owner{sources_[i]}};
+    const checkpoint::TensorSpec& spec = specs_[i].second;
+    alone(group, [&] {
+      const comm::Part part{{spec.shape, {}, {by_source}}, values_[i]()};
+      value = comm::join(group, {part}, spec.dtype, group.rank(), 0).front();
+    });
     return value;
   }
 
@@ -246,11 +233,12 @@ checkpoint::RunState run_state(const Runtime& runtime, const std::string& user_c
   state.random.seed = *runtime.progress.seed;
   state.random.step_calls = runtime.progress.step_functions.all();
   state.user_content = parse(user_content, "the user_content");
-  if (runtime.checkpoint_context && runtime.rank() == 0) {
-    for (const auto& [name, loaded] : runtime.checkpoint_context->unclaimed) {
+  const CheckpointContext& context = *runtime.checkpoint_context;
+  if (runtime.rank() == 0) {
+    for (const auto& [name, loaded] : context.unclaimed) {
       state.extra[name] = nlohmann::json::parse(loaded);
     }
-    for (const auto& [name, extra] : runtime.checkpoint_context->extras) {
+    for (const auto& [name, extra] : context.extras) {
       state.extra[name] = parse(extra.save(), "the state \"" + name + "\"");
     }
   }
@@ -280,26 +268,26 @@ void check_same_call(const std::vector<std::string>& all) {
 }
 
 /// The averages and further tensors that a checkpoint of the models holds, for comparison.
-std::string describe_further(const Runtime& runtime, const std::vector<Model*>& models) {
+std::string describe_further(const CheckpointContext& context, const std::vector<Model*>& models) {
   std::string text;
-  for (const Average* average : averages_of(runtime, models)) {
+  for (const Average* average : averages_of(models)) {
     text += c10::str(", average \"", core::printable(average->name()), "\" of ", average->updates(),
                      " updates");
   }
-  for (const auto& tensors : program_tensors_of(runtime, models)) {
+  for (const auto& tensors : program_tensors_of(context, models)) {
     text += c10::str(", tensors \"", tensors->name(), "\"");
   }
   return text;
 }
 
 /// The first half: the checks that must pass before any rank writes.
-Save begin(Runtime& runtime, const SaveRequest& request, const CheckpointParts& parts) {
+Save begin(const Runtime& runtime, const SaveRequest& request, const CheckpointParts& parts) {
+  CheckpointContext& context = *runtime.checkpoint_context;
   const std::string mine =
       c10::str(request.call, request.holders ? "" : " of " + request.path, request.arguments, ", ",
                parts.models().size(), " models, ", parts.optimizers().size(), " optimizers",
-               request.merged ? "" : describe_further(runtime, parts.models()),
+               request.merged ? "" : describe_further(context, parts.models()),
                request.asynchronous ? ", asynchronous" : "");
-  auto& context = CheckpointContext::of(runtime);
   std::optional<checkpoint::Writer> writer;
   checkpoint::RunState run;
   const auto all = together(*runtime.world(), [&] {
@@ -328,8 +316,7 @@ WritePart take_shard(Runtime& runtime, const Save& save, bool asynchronous,
                      const CheckpointParts& parts) {
   const checkpoint::Writer& writer = save.writer();
   const Turns turns(runtime, parts.models(), writer.medium());
-  const bool writes_states =
-      !parts.optimizers().empty() || !averages_of(runtime, parts.models()).empty();
+  const bool writes_states = !parts.optimizers().empty() || !averages_of(parts.models()).empty();
   const Writers writers(runtime, turns, writes_states);
   const bool writes = writers.mine < writers.count;
   const bool writes_now = writer.medium() == checkpoint::Medium::kMemory;
@@ -354,7 +341,7 @@ std::shared_ptr<BackgroundSave> start_saving(Runtime& runtime, const SaveRequest
   const auto write = [save, part = take(runtime, save, request.asynchronous, parts)] {
     save.write(part);
   };
-  if (request.asynchronous) return CheckpointContext::of(runtime).start(write);
+  if (request.asynchronous) return runtime.checkpoint_context->start(write);
   write();
   return std::make_shared<BackgroundSave>();
 }
@@ -367,7 +354,7 @@ void begin_saving(Runtime& runtime, const std::string& call) {
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
   const OwnUse parameters(runtime);
-  CheckpointContext::of(runtime).finish();
+  runtime.checkpoint_context->finish();
   runtime.update_watch->compare_now();
   runtime.settle_seed();  // the first step after this save draws the same as one that resumes
 }
@@ -379,11 +366,12 @@ std::shared_ptr<BackgroundSave> save(const SaveRequest& request, const Checkpoin
   begin_saving(runtime, request.call);
   const OwnUse parameters(runtime);
   if (!parts.optimizers().empty()) {
-    check_nothing_adds_up(runtime, request.call);
-    check_no_average_in_use(runtime, request.call);  // an optimizer may be of several models
+    check_nothing_adds_up(runtime.current_step, request.call);
+    // An optimizer may be of several models.
+    check_no_average_in_use(runtime.models(), request.call);
     check_no_common_parameters(parts.optimizers(), request.call);
   }
-  if (!request.merged) check_common_averages(averages_of(runtime, parts.models()), request.call);
+  if (!request.merged) check_common_averages(averages_of(parts.models()), request.call);
   try {
     return start_saving(runtime, request, parts);
   } catch (const CheckpointError& error) {  // on all ranks
@@ -398,10 +386,10 @@ void save_pretrained(const std::string& folder, Model& model, const NameMap& nam
   begin_saving(runtime, "smp::save_pretrained");
   const OwnUse parameters(runtime);
   const auto mine = c10::str("smp::save_pretrained to ", folder);
-  const auto tensors = tensors_of(runtime, {&model});
+  const auto tensors = tensors_of(runtime.table(), {&model});
   std::optional<checkpoint::OutwardPlan> plan;
   const auto all = together(*runtime.world(), [&] {
-    plan.emplace(expected_by(runtime, model, tensors), names);
+    plan.emplace(expected_by(runtime.table(), model, tensors), names);
     return mine;
   });
   check_same_call(all);

@@ -42,12 +42,12 @@ void add_optimizers(const Runtime& runtime, const Turns& turns,
 
 Turns::Turns(const Runtime& runtime, const std::vector<Model*>& models, checkpoint::Medium medium)
     : are_taken_(medium == checkpoint::Medium::kMemory && runtime.partitioned() &&
-                 !runtime.sharding() && !shards_optimizer_state(runtime)),
+                 !runtime.sharding() && !runtime.shards_optimizer_state()),
       replica_(runtime.replicas()->rank()) {
   if (!are_taken_) return;
   uint64_t total = 0, begin = 0;
   std::vector<std::pair<std::string, uint64_t>> parameters;
-  for (const NamedTensor& tensor : tensors_of(runtime, models)) {
+  for (const NamedTensor& tensor : tensors_of(runtime.table(), models)) {
     const auto& entry = runtime.table().at(tensor.name);
     if (!entry.is_parameter() || !runtime.owns(entry)) continue;
     parameters.emplace_back(tensor.name, entry.tensor.nbytes());
@@ -73,7 +73,7 @@ void Turns::keep_mine(OptimizerState& state) const {
 Writers::Writers(const Runtime& runtime, const Turns& turns, bool writes_states) {
   const int stages = runtime.group(CommGroup::kPp)->size();
   const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
-  const bool all = turns.are_taken() || (writes_states && shards_optimizer_state(runtime));
+  const bool all = turns.are_taken() || (writes_states && runtime.shards_optimizer_state());
   int replicas = all ? runtime.replicas()->size() : 1;
   if (runtime.sharding()) replicas = runtime.topology().pieces().size;
   count = (runtime.partitioned() ? stages * replicas : 1) * parts;
@@ -86,7 +86,7 @@ checkpoint::Shard shard_of(const Runtime& runtime, const CheckpointParts& parts,
                            const Turns& turns) {
   checkpoint::Shard shard;
   size_t turn = 0;
-  for (auto& tensor : tensors_of(runtime, parts.models())) {
+  for (auto& tensor : tensors_of(runtime.table(), parts.models())) {
     const auto& entry = runtime.table().at(tensor.name);
     tensor.tensor = whole_on_one(runtime, entry, turn++, turns.of(tensor.name));
     if (tensor.tensor.defined()) shard.model.push_back(std::move(tensor));
@@ -96,13 +96,13 @@ checkpoint::Shard shard_of(const Runtime& runtime, const CheckpointParts& parts,
     const auto scale = optimizer->loss_scaling().state();
     if (!scale.empty()) shard.optimizer[kLossScale] = scale;
   }
-  for (Average* average : averages_of(runtime, parts.models())) {
+  for (Average* average : averages_of(parts.models())) {
     auto state = average->local_state();
     add_tensors(runtime, turns, {}, state, shard);
     shard.optimizer[checkpoint::kAverages][average->name()] =
         static_cast<uint64_t>(average->updates());
   }
-  for (const auto& tensors : program_tensors_of(runtime, parts.models())) {
+  for (const auto& tensors : program_tensors_of(*runtime.checkpoint_context, parts.models())) {
     auto state = tensors->local_state();
     // All replicas have them.
     if (!turns.are_taken() && runtime.replicas()->rank() > 0) state = {};

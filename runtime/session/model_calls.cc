@@ -93,9 +93,8 @@ void gather_from_owners(const Model& model) {
   }
 }
 
-void check_same_inputs(const Runtime& runtime, const std::vector<at::Tensor>& inputs) {
-  const auto all =
-      comm::all_gather_bytes(*runtime.group(CommGroup::kTp), std::to_string(hash_inputs(inputs)));
+void check_same_inputs(comm::Communicator& group, const std::vector<at::Tensor>& inputs) {
+  const auto all = comm::all_gather_bytes(group, std::to_string(hash_inputs(inputs)));
   const size_t other = first_other(all);
   SMP_CHECK_WITH(UsageError, other == 0,
                  "a DistributedModel was called outside a step function with other tensors on tp "
@@ -148,10 +147,7 @@ Model::TensorDict state_dict(const Model& model, bool gather_to_rank0) {
     for (const auto& item : dict) {
       const auto [place, is_new] = copies.try_emplace(item.value().unsafeGetTensorImpl());
       at::Tensor& copy = place->second;
-      if (is_new) {
-        const auto& entry = runtime.table().at(item.value());
-        copy = gather_to_rank0 ? whole_on_first(runtime, entry) : whole_on_all(runtime, entry);
-      }
+      if (is_new) copy = whole_copy(runtime, runtime.table().at(item.value()), gather_to_rank0);
       if (copy.defined()) result.insert(item.key(), copy);
     }
   }
@@ -169,7 +165,7 @@ Model::TensorDict local_state_dict(const Model& model) {
 void load_state_dict(Model& model, const Model::TensorDict& state, bool strict) {
   Runtime& runtime = model.runtime();
   const OwnUse parameters = begin_outside_step(runtime, "load_state_dict");
-  check_no_average_in_use(runtime, model, "load_state_dict");
+  check_no_average_in_use(model, "load_state_dict");
   const Model::TensorDict own = checkpoint::state_dict(*model.module_ptr());
   const std::string problems = misfits(model, own, state, strict, [&](const at::Tensor& tensor) {
     return runtime.table().at(tensor).whole_sizes();
@@ -182,12 +178,13 @@ void load_state_dict(Model& model, const Model::TensorDict& state, bool strict) 
   for (const auto& item : own) {
     const at::Tensor* given = state.find(item.key());
     if (given == nullptr) continue;
-    assign(runtime, item.value(), [given = *given, version = given->_version()] {
-      SMP_CHECK_WITH(UsageError, given._version() == version,
-                     "load_state_dict: a tensor that was given for a delayed parameter has "
-                     "changed before the first step, which needs it. Give a copy");
-      return given;
-    });
+    assign(runtime.table().at(item.value()), runtime.rank(),
+           [given = *given, version = given->_version()] {
+             SMP_CHECK_WITH(UsageError, given._version() == version,
+                            "load_state_dict: a tensor that was given for a delayed parameter has "
+                            "changed before the first step, which needs it. Give a copy");
+             return given;
+           });
   }
 }
 
@@ -200,7 +197,7 @@ void load_local_state_dict(Model& model, const Model::TensorDict& state, bool st
     return;
   }
   const OwnUse parameters = begin_outside_step(runtime, "load_state_dict");
-  check_no_average_in_use(runtime, model, "load_state_dict");
+  check_no_average_in_use(model, "load_state_dict");
   const Model::TensorDict own = held_by(model);
   const std::string problems = misfits(
       model, own, state, strict, [](const at::Tensor& tensor) { return tensor.sizes().vec(); });
@@ -220,7 +217,7 @@ void load_local_state_dict(Model& model, const Model::TensorDict& state, bool st
 void gather_on_cpu(Model& model) {
   Runtime& runtime = model.runtime();
   const OwnUse parameters = begin_outside_step(runtime, "cpu");
-  check_no_average_in_use(runtime, model, "cpu");
+  check_no_average_in_use(model, "cpu");
   model.partitioned() ? gather_from_owners(model) : materialize(*model.module_ptr());
   runtime.lent = std::make_shared<LentWholes>(runtime);
   model.gathered = runtime.lent;
@@ -243,7 +240,7 @@ std::optional<uint64_t> begin_shared_call(Model& model, const std::vector<at::Te
                  "a DistributedModel whose layers are divided among the ranks of a tensor-parallel "
                  "group was called before the first step, which makes what they share alike. Run a "
                  "step function first");
-  check_same_inputs(runtime, inputs);
+  check_same_inputs(*runtime.group(CommGroup::kTp), inputs);
   return model.shared_calls++;
 }
 

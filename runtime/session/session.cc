@@ -16,7 +16,6 @@
 #include "runtime/save/job_notes.h"
 #include "runtime/save/kept_copy.h"
 #include "runtime/step/replica_join.h"
-#include "runtime/update/optimizer_states.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -81,10 +80,10 @@ void prepare_process(const Config& config) {
 std::shared_ptr<Runtime> start_runtime(const Config& config, comm::CommunicatorPtr world,
                                        const std::vector<std::string>& hosts) {
   const auto runtime = std::make_shared<Runtime>(config, std::move(world), hosts);
-  runtime->copy_holders = find_copy_holders(runtime->config(), *runtime->world());
-  note_what_was_before(*runtime);
+  runtime->checkpoint_context = std::make_shared<CheckpointContext>(
+      runtime->world(), find_copy_holders(runtime->config(), *runtime->world()));
+  note_what_was_before(*runtime, *runtime->checkpoint_context);
   runtime->update_watch = std::make_shared<UpdateWatch>(*runtime);
-  runtime->optimizer_states = std::make_shared<OptimizerStates>();
   runtime->replica_join = std::make_shared<ReplicaJoin>(*runtime);
   return runtime;
 }
@@ -116,7 +115,7 @@ void Session::begin(const Config& config) {
   error_context_ = core::error_context();
   const SessionScope here(*this);
   choose_memory(runtime_->config());
-  note_steps(*runtime_);
+  note_steps(*runtime_->checkpoint_context, runtime_->progress);
   // A rank that fails at once must not end the store while others form groups there.
   runtime_->world()->barrier();
 }
@@ -124,9 +123,8 @@ void Session::begin(const Config& config) {
 void Session::end() {
   if (runtime_ == nullptr) return;
   {
-    // Objects of the program may have the runtime for longer than other jobs should wait for locks.
     const SessionScope here(*this);
-    runtime_->checkpoint_context = nullptr;
+    runtime_->checkpoint_context->end();
   }
   const ErrorContextScope context(error_context_);
   const int rank = runtime_->rank();

@@ -17,10 +17,8 @@ namespace smp::runtime {
 using c10::impl::VirtualGuardImpl;
 
 bool scales_loss(const Runtime& runtime) {
-  const auto& values = runtime.step_inputs.values;
   return runtime.config().fp16() || !runtime.step_inputs.loss_scaler.expired() ||
-         std::any_of(values.begin(), values.end(),
-                     [](const auto& value) { return !value.expired(); });
+         !runtime.step_inputs.values.all().empty();
 }
 
 namespace {

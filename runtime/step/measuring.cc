@@ -13,7 +13,6 @@
 #include "runtime/first_difference.h"
 #include "runtime/parameters/buffer_restorer.h"
 #include "runtime/step/microbatches.h"
-#include "runtime/update/optimizer_states.h"
 
 namespace smp::runtime {
 namespace {
@@ -101,7 +100,7 @@ bool measure_costs_once(Runtime& runtime, graph::Graph& graph,
 void save_first_graph(const Runtime& runtime, const graph::Graph& graph) {
   const auto path = runtime.config().graph_file();
   if (path && runtime.rank() == 0) {
-    graph::save_graph(graph, *path, runtime.optimizer_states->factors());
+    graph::save_graph(graph, *path, runtime.first_step.state_factors);
   }
 }
 

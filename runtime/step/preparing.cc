@@ -124,7 +124,8 @@ void prepare_models(Runtime& runtime) {
   const std::string schedule = runtime.rank() == 0 ? read_schedule(runtime.config()) : "";
   runtime.first_step.schedule = comm::broadcast_bytes(*runtime.world(), schedule, 0);
   runtime.first_step.costs = settle_costs(runtime);
-  runtime.optimizer_states->settle(runtime);
+  runtime.first_step.state_factors =
+      agree_on_state_factors(runtime, runtime.table(), runtime.optimizers);
   if (has_delayed(runtime.table())) {
     agree_on_construction(runtime);
     make_shared_tensors(runtime);

@@ -82,7 +82,9 @@ void ReplicaJoin::take_model_of(int root) {
     if (runtime_.owns(entry)) tensors.push_back(entry.tensor.detach());
   }
   dp::broadcast_in_pieces(std::move(tensors), runtime_.replicas(), root);
-  for (Average* average : runtime_.averages) average->take_of(runtime_.replicas(), root);
+  for (const auto& model : runtime_.models()) {
+    for (Average* average : model->averages) average->take_of(runtime_.replicas(), root);
+  }
   take_counts_of(root);
 }
 

@@ -48,15 +48,6 @@ void check_name(const std::string& name) {
                  "\". Checkpoints have its tensors as \"parameter/average.name\"");
 }
 
-void check_not_in_use(const std::vector<Average*>& averages, const std::string& call) {
-  for (const Average* average : averages) {
-    SMP_CHECK_WITH(UsageError, !average->is_in_use(), call,
-                   " was called while the parameters have the values of average \"",
-                   core::printable(average->name()),
-                   "\". End the block of ema.averaged() first, which gives them back their own");
-  }
-}
-
 }  // namespace
 
 Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string name, double decay)
@@ -69,17 +60,17 @@ Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string
                  "smp::Ema: expected a decay of at least 0 and below 1, got ", decay,
                  ". It is the share of the average that an update leaves, such as 0.999");
   check_name(name_);
-  for (const Average* other : averages_of(*runtime_, {&model})) {
+  for (const Average* other : model.averages) {
     SMP_CHECK_WITH(UsageError, other->name() != name_, "smp::Ema: the model has an average \"",
                    core::printable(name_),
                    "\" already. Give each a name of its own: smp::EmaOptions().name(...)");
   }
-  runtime_->averages.push_back(this);
+  model_.averages.push_back(this);
 }
 
 Average::~Average() {
   hook_.remove();
-  auto& all = runtime_->averages;
+  auto& all = model_.averages;
   all.erase(std::remove(all.begin(), all.end(), this), all.end());
 }
 
@@ -91,13 +82,13 @@ void Average::begin(const char* call) const {
                  " was called before the first step, which divides the parameters among the ranks. "
                  "Call it later; smp::load with LoadOptions().average(\"",
                  core::printable(name_), "\") gives a model averaged values before");
-  check_no_average_in_use(*runtime_, model_, call);
+  check_no_average_in_use(model_, call);
 }
 
 /// The model's parameters that this rank owns, but those of integers.
 std::vector<const ParameterTable::Entry*> Average::averaged() const {
   std::vector<const Entry*> result;
-  for (const checkpoint::NamedTensor& named : tensors_of(*runtime_, {&model_})) {
+  for (const checkpoint::NamedTensor& named : tensors_of(runtime_->table(), {&model_})) {
     const Entry& entry = runtime_->table().at(named.name);
     const bool is_number = named.tensor.is_floating_point() || named.tensor.is_complex();
     if (entry.is_parameter() && is_number && runtime_->owns(entry)) result.push_back(&entry);
@@ -254,21 +245,26 @@ void Average::take_of(const comm::CommunicatorPtr& replicas, int root) {
   updates_ = outline.at("updates").get<int64_t>();
 }
 
-std::vector<Average*> averages_of(const Runtime& runtime, const std::vector<Model*>& models) {
-  std::vector<Average*> result = runtime.averages;
-  const auto is_other = [&](const Average* average) {
-    return std::find(models.begin(), models.end(), &average->model()) == models.end();
-  };
-  result.erase(std::remove_if(result.begin(), result.end(), is_other), result.end());
+std::vector<Average*> averages_of(const std::vector<Model*>& models) {
+  std::vector<Average*> result;
+  for (const Model* model : models) {
+    result.insert(result.end(), model->averages.begin(), model->averages.end());
+  }
   return result;
 }
 
-void check_no_average_in_use(const Runtime& runtime, Model& model, const std::string& call) {
-  check_not_in_use(averages_of(runtime, {&model}), call);
+void check_no_average_in_use(const Model& model, const std::string& call) {
+  for (const Average* average : model.averages) {
+    SMP_CHECK_WITH(UsageError, !average->is_in_use(), call,
+                   " was called while the parameters have the values of average \"",
+                   core::printable(average->name()),
+                   "\". End the block of ema.averaged() first, which gives them back their own");
+  }
 }
 
-void check_no_average_in_use(const Runtime& runtime, const std::string& call) {
-  check_not_in_use(runtime.averages, call);
+void check_no_average_in_use(const std::vector<std::shared_ptr<Model>>& models,
+                             const std::string& call) {
+  for (const auto& model : models) check_no_average_in_use(*model, call);
 }
 
 }  // namespace smp::runtime

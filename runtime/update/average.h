@@ -86,13 +86,14 @@ class Average {
   std::vector<std::pair<at::Tensor, at::Tensor>> own_;  // parameters or shards with their values
 };
 
-/// The averages of models, in the order in which they were made.
-std::vector<Average*> averages_of(const Runtime& runtime, const std::vector<Model*>& models);
+/// The averages of models, model by model, in the order in which they were made.
+std::vector<Average*> averages_of(const std::vector<Model*>& models);
 
 /// Throws `UsageError` while a model's parameters have the values of an average. `call` is the
 /// user's call, for errors.
-void check_no_average_in_use(const Runtime& runtime, Model& model, const std::string& call);
-/// The same of all models.
-void check_no_average_in_use(const Runtime& runtime, const std::string& call);
+void check_no_average_in_use(const Model& model, const std::string& call);
+/// The same of several models.
+void check_no_average_in_use(const std::vector<std::shared_ptr<Model>>& models,
+                             const std::string& call);
 
 }  // namespace smp::runtime

@@ -26,9 +26,9 @@ void zero_grad(const Model& model) {
   }
 }
 
-void check_nothing_adds_up(const Runtime& runtime, const std::string& call) {
+void check_nothing_adds_up(const CurrentStep& step, const std::string& call) {
   SMP_CHECK_WITH(
-      UsageError, runtime.current_step.adding_up == nullptr, call,
+      UsageError, step.adding_up == nullptr, call,
       " was called while sums of gradients wait for later steps "
       "(backward_passes_per_step), which are in no checkpoint. Call it after the last of "
       "the steps that add up");

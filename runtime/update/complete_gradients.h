@@ -6,7 +6,7 @@
 namespace smp::runtime {
 
 class Model;
-class Runtime;
+struct CurrentStep;
 
 /// Must be called before gradients are read or dropped: throws `UsageError` inside a step function,
 /// where they are not complete, and takes back the layers that `model->cpu()` has put together.
@@ -18,6 +18,6 @@ void zero_grad(const Model& model);
 
 /// Throws `UsageError` between steps whose gradients add up: no checkpoint holds their sums. `call`
 /// is the user's call, for errors.
-void check_nothing_adds_up(const Runtime& runtime, const std::string& call);
+void check_nothing_adds_up(const CurrentStep& step, const std::string& call);
 
 }  // namespace smp::runtime

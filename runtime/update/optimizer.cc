@@ -73,7 +73,7 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
       type_(*traits.type),
       state_factory_(state_factory),
       state_tensors_(state_tensors) {
-  if (shards_optimizer_state(*runtime_))
+  if (runtime_->shards_optimizer_state())
     optim::check_of_ranges(traits, "shard_optimizer_state", "false");
   if (runtime_->is_tensor_parallel())
     optim::check_elementwise(traits, "tensor_parallel_degree", "1");
@@ -91,7 +91,7 @@ Optimizer::Optimizer(torch::optim::Optimizer& optimizer, StateFactory state_fact
 
 at::Tensor Optimizer::step(const OptimizerPieces::Update& update, const LossClosure& closure) {
   begin_use_of_gradients("optimizer.step()");
-  check_no_average_in_use(*runtime_, "optimizer.step()");
+  check_no_average_in_use(runtime_->models(), "optimizer.step()");
   std::optional<OwnUse> parameters;  // a closure is the program's
   if (!closure) parameters.emplace(*runtime_);
   if (!closure) check_trained();
@@ -166,7 +166,7 @@ double Optimizer::clip_master_grads(double max_norm, double norm_type) {
 
 void Optimizer::reload_model_params() {
   begin_use_of_gradients("optimizer.reload_model_params()");
-  check_no_average_in_use(*runtime_, "optimizer.reload_model_params()");
+  check_no_average_in_use(runtime_->models(), "optimizer.reload_model_params()");
   const OwnUse parameters(*runtime_);
   pieces_.reload_masters();
 }
@@ -218,8 +218,8 @@ void Optimizer::take_waiting() {
 void Optimizer::set_loaded(const std::vector<OptimizerState::Group>& groups) {
   const OwnUse parameters(*runtime_);
   const Waiting loaded = *std::exchange(waiting_, std::nullopt);
-  const auto wanted = [&, has_part = pieces_.has_part()](const std::string& name) {
-    return runtime_->owns(name) && has_part(name);
+  const auto wanted = [&](const std::string& name) {
+    return runtime_->owns(name) && !pieces_.name_of_part(name).empty();
   };
   pieces_.set_state({loaded.read(wanted), groups}, loaded.parameter_loads);
 }

@@ -129,13 +129,9 @@ OptimizerState Optimizer::state_dict() {
   OptimizerState mine;
   // Ranks that have pieces of one part of a parameter, or a stage, together may find that states
   // lie otherwise than said.
-  together(*group, [&] {
-    mine = local_state();
-    return std::string();
-  });
-  together(*group, [&] {
+  together_as_thrown(*group, [&] { mine = local_state(); });
+  together_as_thrown(*group, [&] {
     join_states(*runtime_, fields_, runtime_->topology().axis(CommGroup::kTp), mine);
-    return std::string();
   });
   return merge(*group, mine);
 }
@@ -153,7 +149,7 @@ OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
 
 void Optimizer::load_state_dict(const OptimizerState& state) {
   begin_use_of_gradients("optimizer.load_state_dict()");
-  check_no_average_in_use(*runtime_, "optimizer.load_state_dict()");
+  check_no_average_in_use(runtime_->models(), "optimizer.load_state_dict()");
   at::NoGradGuard no_grad;
   check_fits(state);
   load(complete_groups(state), [this, state](const auto& wanted) {
@@ -167,7 +163,7 @@ void Optimizer::load_state_dict(const OptimizerState& state) {
 }
 
 bool Optimizer::divides() const {
-  return shards_optimizer_state(*runtime_) || runtime_->sharding() != nullptr;
+  return runtime_->shards_optimizer_state() || runtime_->sharding() != nullptr;
 }
 
 /// Where saved groups and the optimizer's have a parameter, by its name.

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/update/optimizer_states.h"
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "runtime/precision.h"
-#include "runtime/runtime.h"
 #include "runtime/update/master_weights.h"
 #include "runtime/update/optimizer.h"
 
@@ -21,17 +20,14 @@ double factor_of(double tensors, const at::Tensor& parameter, const Config& conf
 }
 
 /// The factors of parameters by name, on this rank; of several optimizers they add up.
-partitioner::StateFactors known_factors(
-    const Runtime& runtime, const std::vector<std::weak_ptr<const Optimizer>>& optimizers) {
+partitioner::StateFactors known_factors(const Config& config, const ParameterTable& table,
+                                        const Living<const Optimizer>& optimizers) {
   partitioner::StateFactors factors;
-  for (const auto& optimizer : optimizers) {
-    const auto alive = optimizer.lock();
-    if (alive == nullptr) continue;
-    alive->for_each_state([&](const at::Tensor& parameter, int64_t tensors) {
-      const auto* entry = runtime.table().find(parameter);
+  for (const auto& optimizer : optimizers.all()) {
+    optimizer->for_each_state([&](const at::Tensor& parameter, int64_t tensors) {
+      const auto* entry = table.find(parameter);
       if (entry == nullptr) return;
-      factors[entry->name] +=
-          factor_of(static_cast<double>(tensors), entry->tensor, runtime.config());
+      factors[entry->name] += factor_of(static_cast<double>(tensors), entry->tensor, config);
     });
   }
   return factors;
@@ -39,19 +35,13 @@ partitioner::StateFactors known_factors(
 
 }  // namespace
 
-void OptimizerStates::add(const std::shared_ptr<const Optimizer>& optimizer) {
-  optimizers_.erase(std::remove_if(optimizers_.begin(), optimizers_.end(),
-                                   [](const auto& known) { return known.expired(); }),
-                    optimizers_.end());
-  optimizers_.push_back(optimizer);
-}
-
-void OptimizerStates::settle(const Runtime& runtime) {
-  const Config& config = runtime.config();
-  const auto known = known_factors(runtime, optimizers_);
+partitioner::StateFactors agree_on_state_factors(const Job& job, const ParameterTable& table,
+                                                 const Living<const Optimizer>& optimizers) {
+  const Config& config = job.config();
+  const auto known = known_factors(config, table, optimizers);
   std::vector<std::string> names;
   std::vector<double> factors;
-  for (const auto& entry : runtime.table().entries()) {
+  for (const auto& entry : table.entries()) {
     if (!entry.is_parameter()) continue;
     const auto found = known.find(entry.name);
     names.push_back(entry.name);
@@ -62,9 +52,11 @@ void OptimizerStates::settle(const Runtime& runtime) {
   // Ranks may have the value alike, and only some of them by default: so rank 0 says that, too.
   if (config.is_set("optimizer_state_factor")) factors.clear();
   const std::string text = nlohmann::json(factors).dump();
-  factors = nlohmann::json::parse(comm::broadcast_bytes(*runtime.world(), text, 0))
+  factors = nlohmann::json::parse(comm::broadcast_bytes(*job.world(), text, 0))
                 .get<std::vector<double>>();
-  for (size_t i = 0; i < factors.size(); ++i) factors_[names[i]] = factors[i];
+  partitioner::StateFactors agreed;
+  for (size_t i = 0; i < factors.size(); ++i) agreed[names[i]] = factors[i];
+  return agreed;
 }
 
 }  // namespace smp::runtime

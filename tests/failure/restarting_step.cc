@@ -94,7 +94,7 @@ void note_time(const std::string& what) {
 }
 
 [[noreturn]] void lose_host(const smp::runtime::Runtime& runtime) {
-  std::filesystem::remove_all(runtime.copy_holders->folder());
+  std::filesystem::remove_all(runtime.checkpoint_context->holders->folder());
   die();
 }
 
@@ -118,7 +118,7 @@ bool is_due(const Mark& mark, const std::string& where, int64_t step = 0) {
 /// come at once.
 void stop_and_wait(int rank) {
   constexpr std::chrono::seconds kLimit{5};
-  auto& copies = smp::runtime::CheckpointContext::of(smp::runtime::Runtime::get());
+  auto& copies = *smp::runtime::Runtime::get().checkpoint_context;
   copies.finish();
   smp::testing::stop_one(rank);
   copies.group()->set_timeout(kLimit);
@@ -193,7 +193,8 @@ int train(const std::string& folder, const Mark& mark) {
           .wait();
     }
     if (is_due(mark, "copy", done)) {
-      smp::testing::inject(runtime.copy_holders->copy(), smp::testing::Fault::kKill, mark.count);
+      smp::testing::inject(runtime.checkpoint_context->holders->copy(), smp::testing::Fault::kKill,
+                           mark.count);
     }
     smp::keep_copy(model, optimizer, content);
     if (smp::rank() == 0) note_time(std::to_string(done));

@@ -60,12 +60,12 @@ int main(int argc, char** argv) {
   };
   train();
   if (mode == "full") {
-    const std::string copy = Runtime::get().copy_holders->copy();
+    const std::string copy = Runtime::get().checkpoint_context->holders->copy();
     const auto keep = [&](int copies) {
       for (int i = 0; i < copies; ++i) {
         train();
         smp::keep_copy(model, optimizer);
-        smp::runtime::CheckpointContext::of(Runtime::get()).finish();
+        Runtime::get().checkpoint_context->finish();
       }
       say_what_is_kept(copy);
     };

@@ -30,6 +30,7 @@
 #include "core/restart.h"
 #include "pipeline/generators.h"
 #include "runtime/runtime.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/copy_holders.h"
 #include "smp/smp.h"
 #include "tests/chaos/chaos.h"
@@ -154,7 +155,8 @@ struct Hosts {
 std::string newest_saved() {
   const auto restart = core::this_restart();
   if (!restart) return "";
-  if (restart->before.copy_is_newest()) return runtime::Runtime::get().copy_holders->copy();
+  if (restart->before.copy_is_newest())
+    return runtime::Runtime::get().checkpoint_context->holders->copy();
   return restart->before.checkpoints.empty() ? "" : restart->before.checkpoints.back().path;
 }
 
@@ -163,8 +165,8 @@ std::string newest_saved() {
 void train(const std::string& folder, bool asynchronous, bool forgets_optimizer,
            const Hosts& hosts = {}) {
   auto& runtime = runtime::Runtime::get();
-  if (hosts.count > 1 && runtime.copy_holders) {
-    runtime.copy_holders = std::make_shared<runtime::CopyHolders>(
+  if (hosts.count > 1 && runtime.checkpoint_context->holders) {
+    runtime.checkpoint_context->holders = std::make_shared<runtime::CopyHolders>(
         runtime::CopyHolders::find(hosts.folder_of(rank() % hosts.count), *runtime.world()));
   }
   TinyGpt net = make_net();

@@ -315,6 +315,22 @@ struct WithTensors {
   RemovableHandle handle{nullptr};
 };
 
+/// Models that follow each other, often at one address.
+TEST_F(CheckpointPartsTest, TensorsEndWithTheirModel) {
+  run_as_threads(1, cut(1, 2), [&] {
+    std::weak_ptr<int> before;
+    for (int i = 0; i < 8; ++i) {
+      const DistributedModel<torch::nn::Linear> model(torch::nn::Linear(2, 2),
+                                                      ModelOptions().name(c10::str("model", i)));
+      const auto used = std::make_shared<int>(i);
+      register_checkpoint_tensors(
+          "mine", model, [used] { return WithTensors::TensorDict(); }, [used](const auto&) {});
+      EXPECT_TRUE(before.expired()) << "functions of a model that is gone";
+      before = used;
+    }
+  });
+}
+
 /// Each rank of a tensor-parallel group gives, and gets, its part.
 TEST_F(CheckpointPartsTest, TensorsAreDividedAsTheParametersAre) {
   const auto divided = cut(1, 2).ddp(true).tensor_parallel_degree(2);

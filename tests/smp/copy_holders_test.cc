@@ -19,6 +19,7 @@
 #include "core/config_file.h"
 #include "core/restart.h"
 #include "runtime/runtime.h"
+#include "runtime/save/background_save.h"
 #include "runtime/save/copy_transfer.h"
 #include "tests/smp/saved_run.h"
 
@@ -99,7 +100,7 @@ class SpreadCopies : public SavedRunTest {
   void spread(const Hosts& hosts) const {
     auto& runtime = runtime::Runtime::get();
     const std::string folder = folder_of(hosts[static_cast<size_t>(rank())]);
-    runtime.copy_holders =
+    runtime.checkpoint_context->holders =
         std::make_shared<CopyHolders>(CopyHolders::find(folder, *runtime.world()));
   }
 

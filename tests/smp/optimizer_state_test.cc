@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -338,6 +339,26 @@ TEST(OptimizerState, OfAnOptimizerThatIsGoneBeforeTheFirstStep) {
     }
     step([&](torch::Tensor x) { return model(x); })(torch::ones({kStateMicrobatches, 13}));
     EXPECT_TRUE(model->partitioned());
+  });
+}
+
+/// A state that cannot be read.
+struct Unreadable : to::AdamParamState {
+  void serialize(torch::serialize::OutputArchive&) const override {
+    throw std::domain_error("unreadable");
+  }
+};
+
+/// An error of the program's own keeps its kind where all ranks have it.
+TEST(OptimizerStateErrors, OfTheProgram) {
+  train_ranks_net({2, 1, false}, kAdam, 0, 1, nullptr, When::kNever, [&](auto&, auto& optimizer) {
+    const auto spoil = [&] {
+      for (auto& [parameter, state] : optimizer.state()) state = std::make_unique<Unreadable>();
+    };
+    if (rank() == 1) spoil();
+    expect_has(error_of<CheckpointError>([&] { optimizer.state_dict(); }), {"unreadable"});
+    if (rank() == 0) spoil();
+    EXPECT_THROW(optimizer.state_dict(), std::domain_error);
   });
 }
 
