@@ -60,6 +60,8 @@ std::string to_string(const Blocks& blocks) {
                : c10::str(text, " in blocks of ", at::IntArrayRef(extents));
 }
 
+std::string to_string(const Owner& owner) { return c10::str("at position ", owner.position); }
+
 std::string to_string(const Range& range) {
   const std::string text = c10::str(range.length, " elements each");
   return range.offset == 0 ? text : c10::str(text, " from ", range.offset, " before the first");
@@ -67,6 +69,54 @@ std::string to_string(const Range& range) {
 
 at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.defined() ? tensor.view(at::kByte) : tensor;
+}
+
+void check_sizes(const at::Tensor& own, const std::vector<int64_t>& sizes) {
+  SMP_INTERNAL_ASSERT(own.sizes() == at::IntArrayRef(sizes), "a part of ", own.sizes(),
+                      " is joined as one of ", at::IntArrayRef(sizes));
+}
+
+/// The sizes of that which the rank at a position gives to undo the last cut.
+std::vector<int64_t> given_by(const Sharding& sharding, int rank, int position) {
+  const auto& [over, how] = sharding.cuts.back();
+  const auto* owner = std::get_if<Owner>(&how);
+  if (owner != nullptr && owner->position != position) return {0};
+  return sharding.sizes_of(over.member(rank, position));
+}
+
+/// The position of the rank that owns all of these, if one does.
+std::optional<int> owner_of(const std::vector<Part>& parts) {
+  std::optional<int> result;
+  for (const Part& part : parts) {
+    const auto* owner = std::get_if<Owner>(&part.sharding.cuts.back().how);
+    if (!owner || owner->position != result.value_or(owner->position)) return std::nullopt;
+    result = owner->position;
+  }
+  return result;
+}
+
+/// `join` where one rank owns all: it gives its own tensors without a copy of them.
+std::vector<at::Tensor> give(Communicator& group, const std::vector<Part>& parts,
+                             const at::TensorOptions& options, int rank, int owner,
+                             std::optional<int> root) {
+  constexpr Tag kTag = 0;
+  const bool gives = group.rank() == owner, receives = !root || *root == group.rank();
+  std::vector<at::Tensor> result(parts.size());
+  for (size_t i = 0; i < parts.size() && (gives || receives); ++i) {
+    const auto sizes = given_by(parts[i].sharding, rank, owner);
+    const bool has_it = gives && parts[i].own.defined();
+    const at::Tensor all =
+        has_it ? parts[i].own.detach().to(options).contiguous() : at::empty(sizes, options);
+    check_sizes(all, sizes);
+    const at::Tensor bytes = bytes_of(all.view({-1}));
+    if (!root) {
+      group.broadcast(bytes, owner);
+    } else if (*root != owner) {
+      gives ? group.send(bytes, *root, kTag) : group.recv(bytes, owner, kTag);
+    }
+    if (receives) result[i] = all;
+  }
+  return result;
 }
 
 }  // namespace
@@ -82,13 +132,20 @@ std::vector<int64_t> Sharding::sizes_of(int rank, size_t count) const {
     const auto& [over, how] = cuts[i];
     if (const auto* blocks = std::get_if<Blocks>(&how)) {
       result[blocks->dim] /= over.size;
-    } else {
-      const auto [begin, end] =
-          std::get<Range>(how).of(over.index_of(rank), c10::multiply_integers(result));
+    } else if (const auto* range = std::get_if<Range>(&how)) {
+      const auto [begin, end] = range->of(over.index_of(rank), c10::multiply_integers(result));
       result = {end - begin};
     }
   }
   return result;
+}
+
+bool Sharding::is_on(int rank, size_t count) const {
+  return std::all_of(cuts.begin(), cuts.begin() + static_cast<std::ptrdiff_t>(count),
+                     [&](const Cut& cut) {
+                       const auto* owner = std::get_if<Owner>(&cut.how);
+                       return owner == nullptr || owner->position == cut.over.index_of(rank);
+                     });
 }
 
 std::optional<Sharding> Sharding::along(const core::Axis& axis) const {
@@ -102,9 +159,13 @@ void Sharding::check() const {
   std::vector<int64_t> left = sizes;
   for (size_t i = 0; i < cuts.size(); ++i) {
     const auto& [over, how] = cuts[i];
+    SMP_INTERNAL_ASSERT(!std::holds_alternative<Range>(how) || i + 1 == cuts.size(),
+                        "a cut follows a range: ", to_string());
+    const auto* owner = std::get_if<Owner>(&how);
+    SMP_INTERNAL_ASSERT(!owner || (owner->position >= 0 && owner->position < over.size),
+                        "no rank owns ", to_string());
     const auto* blocks = std::get_if<Blocks>(&how);
-    SMP_INTERNAL_ASSERT(blocks || i + 1 == cuts.size(), "a cut follows a range: ", to_string());
-    if (!blocks) return;
+    if (!blocks) continue;
     const auto& extents = blocks->extents;
     const bool even =
         std::all_of(extents.begin(), extents.end(),
@@ -126,10 +187,10 @@ at::Tensor Sharding::cut(at::Tensor tensor, int rank, size_t done) const {
     const int index = over.index_of(rank);
     if (const auto* blocks = std::get_if<Blocks>(&how)) {
       tensor = share_of_blocks(tensor, *blocks, index, over.size);
-      continue;
+    } else if (const auto* range = std::get_if<Range>(&how)) {
+      const auto [begin, end] = range->of(index, tensor.numel());
+      tensor = tensor.permute(order).reshape({-1}).slice(0, begin, end);
     }
-    const auto [begin, end] = std::get<Range>(how).of(index, tensor.numel());
-    tensor = tensor.permute(order).reshape({-1}).slice(0, begin, end);
   }
   return tensor;
 }
@@ -140,6 +201,7 @@ at::Tensor Sharding::join(const std::vector<at::Tensor>& parts) const {
   SMP_INTERNAL_ASSERT(static_cast<int>(parts.size()) == over.size, parts.size(), " parts of ",
                       over.size);
   if (const auto* blocks = std::get_if<Blocks>(&how)) return join_blocks(parts, *blocks);
+  if (const auto* owner = std::get_if<Owner>(&how)) return parts[owner->position];
   const std::vector<int64_t> sizes = sizes_of(/*rank=*/0, cuts.size() - 1);
   std::vector<int64_t> lying, back(order.size());
   for (size_t i = 0; i < order.size(); ++i) {
@@ -171,27 +233,25 @@ std::vector<int64_t> memory_order(const at::Tensor& tensor) {
 std::vector<at::Tensor> join(Communicator& group, const std::vector<Part>& parts,
                              const at::TensorOptions& options, int rank, std::optional<int> root) {
   const at::NoGradGuard no_grad;
+  const at::TensorOptions plain = options.requires_grad(std::nullopt);
+  if (const auto owner = owner_of(parts)) return give(group, parts, plain, rank, *owner, root);
   const int ranks = group.size();
-  const auto sizes_at = [&](const Sharding& sharding, int index) {
-    return sharding.sizes_of(sharding.cuts.back().over.member(rank, index));
-  };
   int64_t longest = 0;
   for (int r = 0; r < ranks; ++r) {
     int64_t numel = 0;
-    for (const Part& part : parts) numel += c10::multiply_integers(sizes_at(part.sharding, r));
+    for (const Part& part : parts)
+      numel += c10::multiply_integers(given_by(part.sharding, rank, r));
     longest = std::max(longest, numel);
   }
-  const at::TensorOptions plain = options.requires_grad(std::nullopt);
   const bool receives = !root || *root == group.rank();
   const at::Tensor all = receives ? at::empty({ranks, longest}, plain) : at::Tensor();
   const at::Tensor mine = receives ? all[group.rank()] : at::empty({longest}, plain);
   int64_t next = 0;
   for (const Part& part : parts) {
-    const auto sizes = part.sharding.sizes_of(rank);
+    const auto sizes = given_by(part.sharding, rank, group.rank());
     const int64_t numel = c10::multiply_integers(sizes);
-    if (part.own.defined()) {
-      SMP_INTERNAL_ASSERT(part.own.sizes() == at::IntArrayRef(sizes), "a part of ",
-                          part.own.sizes(), " is joined as one of ", at::IntArrayRef(sizes));
+    if (part.own.defined() && part.sharding.is_on(rank)) {
+      check_sizes(part.own, sizes);
       mine.narrow(0, next, numel).view(sizes).copy_(part.own);
     }
     next += numel;
@@ -204,7 +264,7 @@ std::vector<at::Tensor> join(Communicator& group, const std::vector<Part>& parts
   for (size_t i = 0; i < parts.size(); ++i) {
     std::vector<at::Tensor> of_ranks;
     for (int r = 0; r < ranks; ++r) {
-      const auto sizes = sizes_at(parts[i].sharding, r);
+      const auto sizes = given_by(parts[i].sharding, rank, r);
       const int64_t numel = c10::multiply_integers(sizes);
       of_ranks.push_back(all[r].narrow(0, begin[r], numel).view(sizes));
       begin[r] += numel;

@@ -43,10 +43,18 @@ struct Range {
   }
 };
 
+/// The rank at one position has all, the others nothing. The sizes of a part, and what `cut` makes,
+/// are the owner's: `Sharding::is_on` tells the others apart.
+struct Owner {
+  int position = 0;
+
+  bool operator==(const Owner& other) const { return position == other.position; }
+};
+
 /// How ranks divide a tensor that each would have whole without this cut.
 struct Cut {
   core::Axis over;
-  std::variant<Blocks, Range> how;
+  std::variant<Blocks, Range, Owner> how;
 
   bool operator==(const Cut& other) const { return over == other.over && how == other.how; }
 };
@@ -60,10 +68,14 @@ struct Sharding {
   /// The sizes of a rank's part after the first cuts; for a range, its length.
   std::vector<int64_t> sizes_of(int rank, size_t count) const;
   std::vector<int64_t> sizes_of(int rank) const { return sizes_of(rank, cuts.size()); }
+  /// Whether a rank has something after the first cuts: no other one owns it.
+  bool is_on(int rank, size_t count) const;
+  bool is_on(int rank) const { return is_on(rank, cuts.size()); }
   /// How the ranks along an axis divide what each would have without their cut; none: they do not.
   std::optional<Sharding> along(const core::Axis& axis) const;
-  /// Throws where a block is not a multiple of its ranks or blocks are not the whole dimension, so
-  /// that elements would be lost, and where a cut follows a range.
+  /// Throws where a block is not a multiple of its ranks, blocks are not the whole dimension or no
+  /// rank has the owner's position, so that elements would be lost, and where a cut follows a
+  /// range.
   void check() const;
   /// A rank's part of a tensor that has undergone the first `done` cuts. Parts of blocks are
   /// contiguous copies; a range shares memory that lies in `order`.
@@ -85,12 +97,13 @@ std::vector<int64_t> memory_order(const at::Tensor& tensor);
 /// This rank's part of a tensor.
 struct Part {
   Sharding sharding;
-  at::Tensor own;  ///< undefined: nothing, or others get any values for it
+  at::Tensor own;  ///< undefined: nothing, or others get any values for it; unread of no owner
 };
 
 /// Undoes the last cut of each of a list in one collective over its ranks, which have the same
 /// list: the results on the rank at position `root`, undefined on others, or on all. All own
-/// tensors have the dtype and device of `options`.
+/// tensors have the dtype and device of `options`. Results share no memory with them, except where
+/// one rank owns the whole list: there they may be its own.
 std::vector<at::Tensor> join(Communicator& group, const std::vector<Part>& parts,
                              const at::TensorOptions& options, int rank, std::optional<int> root);
 

@@ -74,10 +74,6 @@ at::Tensor ParameterSlices::flat(const at::Tensor& tensor, size_t index) const {
   return tensor.detach().permute(comm::memory_order(parameters_[index])).reshape({-1});
 }
 
-at::Tensor ParameterSlices::place(const at::Tensor& flat, size_t index) const {
-  return gradient_slice(flat, layout_.slots[index].offset, parameters_[index]);
-}
-
 void ParameterSlices::bind() {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -107,7 +103,10 @@ void ParameterSlices::all_gather(const std::vector<bool>& updated) {
   for (size_t b = 0; b < layout_.size(); ++b) {
     if (!buckets[b].defined()) continue;
     works[b]->wait();
-    for (size_t i : layout_.members[b]) parameters_[i].detach().copy_(place(buckets[b], i));
+    for (size_t i : layout_.members[b]) {
+      const at::Tensor whole = gradient_slice(buckets[b], layout_.slots[i].offset, parameters_[i]);
+      parameters_[i].detach().copy_(whole);
+    }
     buckets[b].reset();
   }
 }

@@ -53,9 +53,6 @@ class ParameterSlices {
   /// The elements of any tensor with the sizes of parameter `index` in the order of the parameter's
   /// memory. Shares that of the parameter itself, if it is dense.
   at::Tensor flat(const at::Tensor& tensor, size_t index) const;
-  /// The parameter-shaped place of parameter `index` in a flat tensor that is laid out as its
-  /// bucket.
-  at::Tensor place(const at::Tensor& flat, size_t index) const;
 
   /// Lets the pieces share the memory that the parameters have now: to be called before they are
   /// read or updated.

@@ -35,7 +35,7 @@ constexpr CommGroup kModelGroups[] = {CommGroup::kPp, CommGroup::kTp, CommGroup:
 
 /// Tells of properties that users would otherwise find out by bits that differ, or by time that is
 /// lost.
-void tell_of_device(const Runtime& runtime, at::Device device) {
+void tell_of_device(const std::map<CommGroup, comm::CommunicatorPtr>& made, at::Device device) {
   if (!core::uses_deterministic_kernels()) {
     core::log_info(c10::str("bits on ", device,
                             " may differ from run to run: some kernels add in another order each "
@@ -43,7 +43,7 @@ void tell_of_device(const Runtime& runtime, at::Device device) {
   }
   std::map<std::string, std::string> groups;  // groups by the way that their tensors go
   for (CommGroup kind : kModelGroups) {
-    const comm::Communicator& group = *runtime.group(kind);
+    const comm::Communicator& group = *made.at(kind);
     const std::string route = comm::device_route(group);
     if (!route.empty()) groups[route] += " " + group.name();
   }
@@ -78,6 +78,20 @@ void Runtime::make_groups() {
   same_parts_ = world();
   if (!is_tensor_parallel()) return;
   same_parts_ = make("same parts", topology().axes("PD").members(rank()));
+}
+
+comm::CommunicatorPtr Runtime::along(const core::Axis& over) const {
+  for (const auto& [axis, group] : added_groups_) {
+    if (axis == over) return group;
+  }
+  for (const CommGroup kind : {CommGroup::kPp, CommGroup::kTp, CommGroup::kRdp}) {
+    if (topology().axis(kind) == over) return group(kind);
+  }
+  SMP_INTERNAL_ASSERT(false, "no group along an axis of ", over.size, " ranks");
+}
+
+void Runtime::add_group(const core::Axis& over, comm::CommunicatorPtr group) {
+  added_groups_.emplace_back(over, std::move(group));
 }
 
 comm::CommunicatorPtr Runtime::tensor_group() const {
@@ -129,7 +143,7 @@ void Runtime::use_device(at::Device device) {
   for (CommGroup group : kModelGroups) {
     groups_[group] = comm::make_device_communicator(groups_[group], device);
   }
-  if (rank() == 0 && !device.is_cpu()) tell_of_device(*this, device);
+  if (rank() == 0 && !device.is_cpu()) tell_of_device(groups_, device);
 }
 
 c10::intrusive_ptr<c10d::ProcessGroup> Runtime::process_group(CommGroup group) {
@@ -150,7 +164,7 @@ void Runtime::add_model(const std::shared_ptr<Model>& model) {
                    "this module is wrapped in a DistributedModel already; use that one");
   }
   model->add_to(table_);
-  models_.push_back(model);
+  models_.add(model);
   for (const auto& [name, split] : model->split_parameters()) {
     if (split.ranks == 1) continue;
     SMP_CHECK_WITH(UsageError, split.ranks == topology().tp_size(), "parameter \"", name,
@@ -159,14 +173,6 @@ void Runtime::add_model(const std::shared_ptr<Model>& model) {
                    ". Construct modules of smp::nn after smp::init");
     table_.divide(name, split, topology().axis(CommGroup::kTp), /*captured_whole=*/false);
   }
-}
-
-std::vector<std::shared_ptr<Model>> Runtime::models() const {
-  std::vector<std::shared_ptr<Model>> result;
-  for (const auto& model : models_) {
-    if (auto alive = model.lock()) result.push_back(std::move(alive));
-  }
-  return result;
 }
 
 std::shared_ptr<graph::TensorStore> Runtime::activation_store() {

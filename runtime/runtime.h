@@ -16,6 +16,7 @@
 #include "comm/communicator.h"
 #include "graph/tensor_store.h"
 #include "runtime/job.h"
+#include "runtime/living.h"
 #include "runtime/parameters/parameter_table.h"
 #include "runtime/run_state.h"
 
@@ -25,12 +26,10 @@ class ProcessGroup;
 
 namespace smp::runtime {
 
-class Average;
 class CheckpointContext;
-class CopyHolders;
 class LentWholes;
 class Model;
-class OptimizerStates;
+class Optimizer;
 class ReplicaJoin;
 class UpdateWatch;
 
@@ -57,6 +56,9 @@ class Runtime : public Job {
   comm::CommunicatorPtr group(CommGroup group) const { return groups_.at(group); }
   /// The ranks that hold the same parameters as this one, and run other samples.
   comm::CommunicatorPtr replicas() const { return group(CommGroup::kRdp); }
+  /// This rank's group along an axis: of one of the kinds, or one that was added.
+  comm::CommunicatorPtr along(const core::Axis& over) const;
+  void add_group(const core::Axis& over, comm::CommunicatorPtr group);
   /// The ranks that have this one's parts of divided parameters before partitioning: those of its
   /// tp_rank.
   comm::CommunicatorPtr same_parts() const { return same_parts_; }
@@ -74,7 +76,7 @@ class Runtime : public Job {
   /// Adds a model; throws `UsageError` when its tensors' names clash with another model's.
   void add_model(const std::shared_ptr<Model>& model);
   /// The models that still exist, in the order they were wrapped.
-  std::vector<std::shared_ptr<Model>> models() const;
+  std::vector<std::shared_ptr<Model>> models() const { return models_.all(); }
   /// Parameters and buffers of all models.
   const ParameterTable& table() const { return table_; }
   ParameterTable& table() { return table_; }
@@ -105,13 +107,8 @@ class Runtime : public Job {
   /// This rank alone. Collective over the tensor-parallel group at the first call.
   comm::CommunicatorPtr rank_alone();
 
-  /// The ranks that keep copies; null: `"recovery"` is off.
-  std::shared_ptr<const CopyHolders> copy_holders;
-  /// Averages of models' parameters, each from its construction to its end.
-  std::vector<Average*> averages;
-  /// How much state the program's optimizers keep; never null.
-  std::shared_ptr<OptimizerStates> optimizer_states;
-  /// A save under way and the state in checkpoints beside models and optimizers; made when needed.
+  Living<const Optimizer> optimizers;
+  /// A save under way and the state in checkpoints beside models and optimizers; never null.
   std::shared_ptr<CheckpointContext> checkpoint_context;
   /// Watches the program's use of its steps; never null.
   std::shared_ptr<UpdateWatch> update_watch;
@@ -137,11 +134,12 @@ class Runtime : public Job {
   std::map<CommGroup, c10::intrusive_ptr<c10d::ProcessGroup>> process_groups_;
   comm::CommunicatorPtr same_parts_;
   comm::CommunicatorPtr rank_alone_;  // once `rank_alone` was called
-  std::vector<std::weak_ptr<Model>> models_;
+  Living<Model> models_;
   ParameterTable table_;
   std::optional<at::Device> device_;
   std::shared_ptr<graph::TensorStore> activation_store_;
   std::shared_ptr<comm::ChannelPool> pipeline_channels_;
+  std::vector<std::pair<core::Axis, comm::CommunicatorPtr>> added_groups_;
 };
 
 /// Sets the runtime of this thread until the end of the block, which gives it back the one before.

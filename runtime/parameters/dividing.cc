@@ -77,7 +77,7 @@ class Divider {
       : runtime_(runtime), captured_(captured), step_name_(step_name) {
     options_.ranks = runtime.topology().tp_size();
     options_.estimate = true;  // runs that divided differently would add in another order
-    options_.streams = runtime.config().optimize() == "memory";
+    options_.residual_streams = runtime.config().optimize() == "memory";
     for (const auto* entry : runtime.table().divided()) {
       if (entry->captured_whole) options_.fixed.emplace(entry->name, nn::split_of(entry->sharding));
     }
@@ -92,8 +92,8 @@ class Divider {
 
   std::shared_ptr<Division> preview() const {
     auto division = std::make_shared<Division>();
-    division->obstacle = nn::rewrite::why_not(captured_, options_);
-    if (division->obstacle.empty()) division->made = nn::rewrite::divide(captured_, options_);
+    division->refusal = nn::rewrite::why_none_divided(captured_, options_);
+    if (!division->refusal) division->made = nn::rewrite::divide(captured_, options_);
     return division;
   }
 
@@ -103,14 +103,14 @@ class Divider {
     for (auto& decision : divided.decisions) {
       const auto refusal = refusals_.find(decision.name);
       if (refusal != refusals_.end()) {
-        std::tie(decision.reason, decision.skipped) = refusal->second;
+        std::tie(decision.why_whole, decision.skipped) = refusal->second;
       }
     }
     check_options(divided);
     check_alike(divided);
     if (!runtime_.partitioned()) {
-      check_strict(divided, division->obstacle);
-      report(divided, division->obstacle);
+      check_strict(divided, division->refusal);
+      report(divided, division->refusal);
     }
     if (division->graph() == nullptr) return nullptr;
     return {division, &divided};
@@ -234,11 +234,11 @@ class Divider {
     }
   }
 
-  void check_strict(const DividedGraph& divided, const std::string& obstacle) const {
+  void check_strict(const DividedGraph& divided, const core::Refusal& refusal) const {
     if (!runtime_.config().strict_tensor_parallelism()) return;
-    std::string skipped = options_.insist && !obstacle.empty() ? "\n  all: " + obstacle : "";
+    std::string skipped = options_.insist && refusal ? "\n  all: " + *refusal : "";
     for (const auto& decision : divided.decisions) {
-      if (decision.skipped) skipped += "\n  " + decision.name + ": " + decision.reason;
+      if (decision.skipped) skipped += "\n  " + decision.name + ": " + *decision.why_whole;
     }
     SMP_CHECK_WITH(UsageError, skipped.empty(),
                    "with \"strict_tensor_parallelism\", parameters of marked modules cannot be "
@@ -249,16 +249,16 @@ class Divider {
   }
 
   /// Keeps the report, which names every parameter.
-  void report(const DividedGraph& divided, const std::string& obstacle) {
+  void report(const DividedGraph& divided, const core::Refusal& refusal) {
     std::string& text = runtime_.first_step.tensor_parallelism_report;
     text = c10::str("Tensor parallelism among ", options_.ranks, " ranks.\n");
     for (const auto* entry : runtime_.table().divided()) {
       text += c10::str("  ", entry->name, ": ", entry->sharding.to_string(), ", by its module\n");
     }
-    if (obstacle.empty()) {
+    if (!refusal) {
       text += nn::rewrite::report(divided);
     } else if (!runtime_.table().any_divided()) {
-      text += c10::str("Nothing is divided by rewriting what was captured: ", obstacle, ".\n");
+      text += c10::str("Nothing is divided by rewriting what was captured: ", *refusal, ".\n");
     }
     text += others(divided);
     const bool any = !divided.parameters.empty() || runtime_.table().any_divided();

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/graph.h"
 #include "nn/rewrite/divide.h"
 #include "runtime/runtime.h"
@@ -19,7 +20,7 @@ namespace smp::runtime {
 
 /// How a captured graph would be divided. Nothing follows from it until `divide_graph` settles it.
 struct Division {
-  std::string obstacle;  ///< why nothing of the graph can be divided; empty: something may be
+  core::Refusal refusal;  ///< why nothing of the graph can be divided
   nn::rewrite::DividedGraph made;
 
   /// The graph that the ranks would run; null: as captured.

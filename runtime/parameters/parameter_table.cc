@@ -2,6 +2,7 @@
 #include "runtime/parameters/parameter_table.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/check.h"
@@ -26,15 +27,16 @@ std::vector<int64_t> ParameterTable::Entry::whole_sizes() const {
 }
 
 comm::Sharding ParameterTable::Entry::part() const {
-  comm::Sharding part = sharding;
-  if (slice) part.cuts.pop_back();
+  comm::Sharding part{sharding.sizes, sharding.order, {}};
+  std::copy_if(sharding.cuts.begin(), sharding.cuts.end(), std::back_inserter(part.cuts),
+               [](const comm::Cut& cut) { return std::holds_alternative<comm::Blocks>(cut.how); });
   return part;
 }
 
 std::string ParameterTable::Entry::name_on(int rank) const {
   if (!slice) return name;
-  const auto& [over, how] = sharding.cuts.back();
-  const auto [begin, end] = std::get<comm::Range>(how).of(over.index_of(rank), tensor.numel());
+  const int replica = sharding.cuts.back().over.index_of(rank);
+  const auto [begin, end] = slice->slices->owned(slice->index, replica);
   return begin == end ? "" : c10::str(name, "[", begin, ":", end, "]");
 }
 
@@ -63,10 +65,10 @@ void ParameterTable::add(graph::ValueKind kind, const std::string& name, const a
 void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& split,
                             const core::Axis& over, bool captured_whole) {
   Entry& entry = entry_of(name);
+  const comm::Sharding lies = nn::sharding_of(split, over);
   if (entry.is_divided()) {
-    SMP_CHECK_WITH(UsageError, entry.sharding == nn::sharding_of(split, over), "parameter \"", name,
-                   "\" is tied to \"", entry.name,
-                   "\" and divided in another way: ", split.to_string(), " against ",
+    SMP_CHECK_WITH(UsageError, entry.sharding == lies, "parameter \"", name, "\" is tied to \"",
+                   entry.name, "\" and divided in another way: ", split.to_string(), " against ",
                    entry.sharding.to_string(),
                    ". Modules that share a parameter must divide it alike; give them two "
                    "parameters, or set tensor_parallel_degree to 1");
@@ -77,7 +79,7 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
                  " is said to be a part of ", split.to_string(), ", which would have shape ",
                  at::IntArrayRef(split.local_sizes()),
                  ". split_parameters() must tell how the module made it");
-  entry.sharding = nn::sharding_of(split, over);
+  entry.sharding = lies;
   entry.captured_whole = captured_whole;
 }
 

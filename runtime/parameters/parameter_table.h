@@ -68,10 +68,10 @@ class ParameterTable {
     /// The tensor that has its values, or has yet to be given them.
     const at::Tensor& values() const { return waiting.defined() ? waiting : tensor; }
     bool is_parameter() const { return kind == graph::ValueKind::kParameter; }
-    /// Whether the ranks of a tensor-parallel group divide it.
-    bool is_divided() const { return sharding.cuts.size() > (slice ? 1U : 0U); }
-    /// How `tensor` lies on the ranks of a tensor-parallel group.
+    /// How `tensor` lies on ranks that have it: in blocks, of which replicas have the same.
     comm::Sharding part() const;
+    /// Whether the ranks of a tensor-parallel group divide it.
+    bool is_divided() const { return !part().cuts.empty(); }
     /// The tensor that this rank updates: it or its piece, undefined where it has none.
     const at::Tensor& updated() const { return slice ? slice->piece() : tensor; }
     /// The name of that, such as "fc.weight[0:64]" of a piece; empty where it has none.

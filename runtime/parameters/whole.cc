@@ -17,43 +17,13 @@
 namespace smp::runtime {
 namespace {
 
-/// The owner's values, on all ranks of its pipeline or on the first, undefined on all others.
-at::Tensor from_owner(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
-  const auto pipeline = runtime.group(CommGroup::kPp);
-  const int owner = entry.owner.value_or(0);
-  const bool is_owner = pipeline->rank() == owner;
-  const bool receives = !to_first || pipeline->rank() == 0;
-  if (!is_owner && !receives) return {};
-  const at::Tensor& tensor = entry.tensor;
-  const at::Tensor copy = is_owner
-                              ? graph::value_of(entry.values()).detach().cpu().contiguous().clone()
-                              : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
-  if (!to_first) {
-    pipeline->broadcast(copy, owner);
-  } else if (!receives) {
-    pipeline->send(copy, /*destination=*/0, /*tag=*/0);
-  } else if (!is_owner) {
-    pipeline->recv(copy, owner, /*tag=*/0);
-  }
-  return receives ? copy : at::Tensor();
-}
-
-/// A copy of the whole on all ranks of the model or on the first.
-at::Tensor gather(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
-  at::NoGradGuard no_grad;
-  const bool is_alike = !entry.is_divided() && runtime.rank_in(CommGroup::kTp) > 0;
-  if (to_first && is_alike && !entry.shard()) return {};
-  const auto shard = entry.shard();
-  const auto options = entry.tensor.options();
-  at::Tensor held = shard
-                        ? join(runtime, entry.sharding, entry.updated(), options).cpu().contiguous()
-                        : from_owner(runtime, entry, to_first);
-  if (!held.defined()) return {};
-  if (entry.is_divided()) {
-    const auto root = to_first ? std::optional(0) : std::nullopt;
-    held = join(runtime, entry.part(), held, held.options(), root);
-  }
-  return to_first && runtime.rank_in(CommGroup::kMp) > 0 ? at::Tensor() : held;
+/// Gives this rank's part of the values, once replicas have put shards together; `turn` as in
+/// `join`.
+at::Tensor part_of(const Runtime& runtime, const ParameterTable::Entry& entry,
+                   std::optional<size_t> turn) {
+  if (!entry.shard()) return graph::value_of(entry.values()).detach();
+  const auto shards = entry.sharding.along(runtime.topology().pieces());
+  return join(runtime, *shards, entry.updated(), entry.tensor.options(), turn);
 }
 
 /// Parameters that are put together on one rank, those of one type in one collective: of a bucket
@@ -91,7 +61,7 @@ class Joins {
   void join_list(const std::vector<Held>& held, const std::vector<size_t>& list,
                  const UseOfHeld& use) {
     const Held& first = held[list.front()];
-    const auto group = group_along(runtime_, first.lies.cuts.back().over);
+    const auto group = runtime_.along(first.lies.cuts.back().over);
     std::vector<comm::Part> parts;
     for (const size_t i : list) parts.push_back({held[i].lies, held[i].own});
     const auto options = (first.own.defined() ? first.own : first.entry->tensor).options();
@@ -134,46 +104,51 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
   return result;
 }
 
-at::Tensor whole_on_all(const Runtime& runtime, const ParameterTable::Entry& entry) {
-  return gather(runtime, entry, /*to_first=*/false);
-}
-
-at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& entry) {
-  return gather(runtime, entry, /*to_first=*/true);
+at::Tensor whole_copy(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
+  const at::NoGradGuard no_grad;
+  comm::Sharding lies = entry.part();
+  // Before partitioning all have it, and that of the first counts.
+  lies.cuts.insert(lies.cuts.begin(),
+                   {runtime.topology().axis(CommGroup::kPp), comm::Owner{entry.owner.value_or(0)}});
+  const bool has_part = lies.is_on(runtime.rank());
+  const bool joins_parts = has_part && entry.is_divided();
+  if (to_first && runtime.rank_in(CommGroup::kTp) > 0 && !joins_parts) return {};
+  const bool is_joined = entry.shard() || entry.is_divided();  // else the owner keeps its own
+  at::Tensor part = has_part ? part_of(runtime, entry, std::nullopt) : at::Tensor();
+  if (has_part)
+    part = part.to(at::kCPU, part.scalar_type(), /*non_blocking=*/false, /*copy=*/!is_joined);
+  return join(runtime, lies, part, entry.tensor.options().device(at::kCPU),
+              to_first ? std::optional<size_t>(0) : std::nullopt);
 }
 
 at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
                         int replica) {
-  at::NoGradGuard no_grad;
-  const auto shard = entry.shard();
-  const int together = shard ? entry.sharding.cuts.back().over.size : 1;
+  const at::NoGradGuard no_grad;
+  const bool in_shards = entry.shard().has_value();
+  const int together = in_shards ? runtime.topology().pieces().size : 1;
   const int place = runtime.replicas()->rank();
-  const bool is_asked = shard ? place < together : place == replica;
+  const bool is_asked = in_shards ? place < together : place == replica;
   if (!runtime.owns(entry) || !is_asked) return {};
-  at::Tensor held = entry.tensor;
-  if (shard) {
-    const auto options = held.options();
-    held = join(runtime, entry.sharding, entry.updated(), options, turn % together);
-    turn /= together;  // so that all pairs of ranks have turns
-  }
-  if (!held.defined()) return {};
+  at::Tensor part = part_of(runtime, entry, turn);
+  const bool is_alike = !entry.is_divided() && runtime.rank_in(CommGroup::kTp) > 0;
+  if (is_alike || !part.defined()) return {};
   // A device need not hold more than the parts.
-  if (shard || entry.is_divided()) held = held.cpu();
-  const auto group = runtime.group(CommGroup::kTp);
-  if (!entry.is_divided()) return group->rank() == 0 ? held : at::Tensor();
-  return join(runtime, entry.part(), held, held.options(), turn % group->size());
+  if (in_shards || entry.is_divided()) part = part.cpu();
+  // The next digits, so that all pairs of ranks have turns.
+  return join(runtime, entry.part(), part, part.options(), turn / together);
 }
 
-comm::CommunicatorPtr group_along(const Runtime& runtime, const core::Axis& axis) {
-  if (axis == runtime.topology().axis(CommGroup::kTp)) return runtime.group(CommGroup::kTp);
-  SMP_INTERNAL_ASSERT(axis == runtime.topology().pieces(), "no group along an axis of ", axis.size);
-  return runtime.sharding() ? runtime.sharding()->parameters()->group() : runtime.replicas();
-}
-
-at::Tensor join(const Runtime& runtime, const comm::Sharding& sharding, const at::Tensor& own,
-                const at::TensorOptions& options, std::optional<int> root) {
-  const auto group = group_along(runtime, sharding.cuts.back().over);
-  return comm::join(*group, {{sharding, own}}, options, runtime.rank(), root).front();
+at::Tensor join(const Runtime& runtime, comm::Sharding lies, at::Tensor own,
+                const at::TensorOptions& options, std::optional<size_t> turn) {
+  for (; !lies.cuts.empty(); lies.cuts.pop_back()) {
+    if (!lies.is_on(runtime.rank(), lies.cuts.size() - 1)) continue;  // its owner is to give it
+    const core::Axis over = lies.cuts.back().over;
+    const auto root = turn ? std::optional(static_cast<int>(*turn % over.size)) : std::nullopt;
+    own = comm::join(*runtime.along(over), {{lies, own}}, options, runtime.rank(), root).front();
+    if (!own.defined()) return {};
+    if (turn) *turn /= over.size;
+  }
+  return own;
 }
 
 void for_each_whole(const Runtime& runtime, const std::vector<Held>& held, const UseOfHeld& use) {

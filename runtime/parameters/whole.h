@@ -19,12 +19,10 @@ namespace smp::runtime {
 /// How parameters are divided among replicas, of all models that have some.
 std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime);
 
-/// A copy of the values of a parameter or buffer, in host memory, on all ranks. Collective over the
-/// pipeline, and over the ranks that have the tensor together.
-at::Tensor whole_on_all(const Runtime& runtime, const ParameterTable::Entry& entry);
-
-/// The same on the first rank of the model, undefined on all others.
-at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& entry);
+/// A copy of the values of a parameter or buffer, in host memory, on all ranks or on the first of
+/// each model, undefined on others. Collective over the pipeline, and over the ranks that have the
+/// tensor together.
+at::Tensor whole_copy(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first);
 
 /// The values on one of the ranks that have them, undefined on all others; in host memory, if
 /// several have them together. These take turns, so that none needs the memory for all of several:
@@ -33,13 +31,12 @@ at::Tensor whole_on_first(const Runtime& runtime, const ParameterTable::Entry& e
 at::Tensor whole_on_one(const Runtime& runtime, const ParameterTable::Entry& entry, size_t turn,
                         int replica = 0);
 
-/// The ranks over which a cut lies.
-comm::CommunicatorPtr group_along(const Runtime& runtime, const core::Axis& axis);
-
-/// Undoes the last cut of a tensor, of which this rank has `own`, or nothing. The result is on the
-/// rank at position `root` of those over which the cut lies, or on all. Collective over them.
-at::Tensor join(const Runtime& runtime, const comm::Sharding& sharding, const at::Tensor& own,
-                const at::TensorOptions& options, std::optional<int> root = std::nullopt);
+/// Undoes the cuts of a tensor, the last first, of which this rank has `own`, or nothing. The whole
+/// is on one rank, undefined on others, or on all. Ranks take turns: the digits of `turn`, in the
+/// order in which cuts are undone, are the rank's positions along their axes. Collective over
+/// these.
+at::Tensor join(const Runtime& runtime, comm::Sharding lies, at::Tensor own,
+                const at::TensorOptions& options, std::optional<size_t> turn = std::nullopt);
 
 /// A tensor of a parameter: its gradient, a field of its state.
 struct Held {

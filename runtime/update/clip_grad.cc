@@ -36,7 +36,7 @@ at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter) 
 class Gradients {
  public:
   Gradients(std::string call, const std::vector<at::Tensor>& parameters)
-      : call_(std::move(call)), runtime_(Runtime::get()), slices_(slices_of(runtime_)) {
+      : call_(std::move(call)), runtime_(Runtime::get()), divided_(!slices_of(runtime_).empty()) {
     begin_use_of_gradients(call_);
     std::unordered_set<const c10::TensorImpl*> seen;
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -76,11 +76,9 @@ class Gradients {
   }
 
   at::Tensor gradient(const Entry& entry) const {
-    if (const auto& slice = entry.slice) {
-      const bool has_own = slice->has_gradient() && slice->piece().defined();
-      return has_own ? slice->piece().grad() : at::Tensor();
-    }
-    return runtime_.owns(entry) ? entry.tensor.grad() : at::Tensor();
+    if (entry.slice) entry.slice->has_gradient();  // drops it where the program has
+    const bool has_some = runtime_.owns(entry) && entry.updated().defined();
+    return has_some ? entry.updated().grad() : at::Tensor();
   }
 
   Held held_of(const Entry& entry) const {
@@ -110,13 +108,12 @@ class Gradients {
   }
 
   comm::Communicator& group() const {
-    const bool divided = !slices_.empty();
-    return *runtime_.group(divided ? CommGroup::kWorld : CommGroup::kMp);
+    return *runtime_.group(divided_ ? CommGroup::kWorld : CommGroup::kMp);
   }
 
   std::string call_;
   Runtime& runtime_;
-  std::vector<std::shared_ptr<dp::ParameterSlices>> slices_;
+  bool divided_;  // whether replicas divide parameters
   std::vector<const Entry*> listed_;
 };
 

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -29,16 +28,10 @@ constexpr const char* kDtype = "dtype";
 constexpr const char* kSizes = "sizes";
 constexpr const char* kHash = "hash";
 
-std::vector<int64_t> ascending(size_t count) {
-  std::vector<int64_t> numbers(count);
-  std::iota(numbers.begin(), numbers.end(), 0);
-  return numbers;
-}
-
 /// How a tensor along dimensions of a parameter lies; nothing for a parameter without these.
 std::optional<comm::Sharding> sharding_along(std::vector<int64_t> dims,
                                              const comm::Sharding& parameter) {
-  comm::Sharding lies{{}, ascending(dims.size()), {}};
+  comm::Sharding lies;
   const auto count = static_cast<int64_t>(parameter.sizes.size());
   for (int64_t& dim : dims) {
     if (dim < -count || dim >= count) return std::nullopt;
@@ -66,7 +59,7 @@ std::optional<comm::Sharding> sharding_of(const StateFields& fields, const std::
                                                   : Kind::kElementwise;
   if (kind == Kind::kElementwise) return parameter;
   if (kind == Kind::kAlong) return sharding_along(found->second.dims, parameter);
-  return comm::Sharding{tensor.sizes().vec(), ascending(tensor.dim()), {}};
+  return comm::Sharding{tensor.sizes().vec(), {}, {}};
 }
 
 /// The error of a field that has other sizes than those where it lies.
@@ -207,10 +200,8 @@ Held share_of(const Together& states, const Divided& parameter, const std::strin
             /*exists=*/true};
   }
   const auto sizes = description[kSizes].get<std::vector<int64_t>>();
-  const int64_t numel = c10::multiply_integers(sizes);
-  const comm::Range of_first{described.first * numel, numel};
-  comm::Sharding of_field{sizes, ascending(sizes.size()), {{over, of_first}}};
-  if (tensor.defined()) tensor = of_field.cut(tensor, states.rank);
+  const comm::Owner first{described.first};
+  comm::Sharding of_field{sizes, {}, {{over, first}}};
   return {entry, std::move(of_field), std::move(tensor), description[kDtype].get<at::ScalarType>(),
           /*exists=*/true};
 }
@@ -329,7 +320,7 @@ void join_states(const Runtime& runtime, const StateFields& fields, const core::
                  OptimizerState& state) {
   at::NoGradGuard no_grad;
   if (!divide_any(runtime, over)) return;
-  const auto group = group_along(runtime, over);
+  const auto group = runtime.along(over);
   const bool is_first = group->rank() == 0;
   Together states{*group, runtime.rank(), fields, {}};
   OptimizerState joined{{}, state.groups};

@@ -50,10 +50,9 @@ class OptimizerPieces::StandIn {
           if (absent == Absent::kKeep) stand_ins.push_back(parameter);
           continue;
         }
-        const at::Tensor master = pieces.masters_.find(target.unsafeGetTensorImpl());
-        const bool uses_master = masters == Masters::kUse && master.defined();
-        if (uses_master) lend_gradient(target, master);
-        stand_ins.push_back(uses_master ? master : target);
+        const bool may_be_master = masters == Masters::kUse;
+        stand_ins.push_back(may_be_master ? pieces.stand_in_for(parameter) : target);
+        if (!stand_ins.back().is_same(target)) lend_gradient(target, stand_ins.back());
       }
       parameters_.push_back(std::exchange(group.params(), std::move(stand_ins)));
     }
@@ -428,10 +427,6 @@ void OptimizerPieces::set_state(OptimizerState whole, int64_t parameter_loads) {
     set_state_(whole, names());
   }
   forget_replaced();
-}
-
-std::function<bool(const std::string&)> OptimizerPieces::has_part() {
-  return [this](const std::string& name) { return !name_of_part(name).empty(); };
 }
 
 }  // namespace smp::runtime

@@ -76,8 +76,6 @@ class OptimizerPieces {
   /// parameters had after `parameter_loads` (see `Runtime`); an entry with the name of a piece is
   /// one already. Masters that are not in it begin with the parameters' values.
   void set_state(OptimizerState whole, int64_t parameter_loads);
-  /// Tells by a parameter's name whether this replica has a piece of it, or all.
-  std::function<bool(const std::string&)> has_part();
 
  private:
   using Slice = ParameterTable::Slice;

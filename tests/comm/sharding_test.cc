@@ -28,19 +28,32 @@ const Axis kOuter{6, 4}, kMiddle{2, 3}, kInner{1, 2};
 const Axis kNear = kOuter.split(2).first, kFar = kOuter.split(2).second;
 constexpr int kRanks = 24;
 
-using Cases = std::vector<std::pair<std::vector<Axis>, bool>>;
+/// The axes of the cuts, outermost first, those that are no owner's and no range in blocks.
+struct Case {
+  std::vector<Axis> axes;
+  bool ends_in_range;
+  bool has_owner = false;  // over the first axis
+};
 
-/// The axes of the cuts, outermost first, and whether the last is a range.
-const Cases& cases() {
-  static const Cases all{{{kInner}, false},          {{kMiddle}, true},
-                         {{kMiddle, kInner}, false}, {{kInner, kOuter}, true},
-                         {{kOuter, kMiddle}, true},  {{kOuter, kMiddle, kInner}, true},
-                         {{kInner, kNear}, true},    {{kFar, kMiddle, kNear}, true}};
+const std::vector<Case>& cases() {
+  static const std::vector<Case> all{{{kInner}, false},
+                                     {{kMiddle}, true},
+                                     {{kMiddle, kInner}, false},
+                                     {{kInner, kOuter}, true},
+                                     {{kOuter, kMiddle}, true},
+                                     {{kOuter, kMiddle, kInner}, true},
+                                     {{kInner, kNear}, true},
+                                     {{kFar, kMiddle, kNear}, true},
+                                     {{kMiddle}, false, true},
+                                     {{kOuter, kInner}, true, true},
+                                     {{kMiddle, kInner, kNear}, true, true},
+                                     {{kOuter, kInner, kMiddle}, false, true}};
   return all;
 }
 
 /// A sharding of any sizes with such cuts, those in blocks along different dimensions.
-Sharding draw(std::mt19937& engine, const std::vector<Axis>& axes, bool ends_in_range) {
+Sharding draw(std::mt19937& engine, const Case& of) {
+  const auto& [axes, ends_in_range, has_owner] = of;
   const auto number = [&](int64_t first, int64_t last) {
     return first + static_cast<int64_t>(engine() % static_cast<unsigned>(last - first + 1));
   };
@@ -52,7 +65,11 @@ Sharding draw(std::mt19937& engine, const std::vector<Axis>& axes, bool ends_in_
   std::shuffle(result.order.begin(), result.order.end(), engine);
   Sizes dims = result.order;
   std::shuffle(dims.begin(), dims.end(), engine);
-  for (size_t i = 0; i + (ends_in_range ? 1 : 0) < axes.size(); ++i) {
+  if (has_owner) {
+    const auto position = static_cast<int>(number(0, axes[0].size - 1));
+    result.cuts.push_back({axes[0], Owner{position}});
+  }
+  for (size_t i = has_owner ? 1 : 0; i + (ends_in_range ? 1 : 0) < axes.size(); ++i) {
     const Sizes extents{axes[i].size * number(1, 3), axes[i].size * number(1, 3)};
     result.sizes[dims[i]] = extents[0] + extents[1];
     result.cuts.push_back({axes[i], Blocks{dims[i], extents}});
@@ -86,6 +103,10 @@ std::pair<std::vector<int>, Sizes> locate(const Sharding& sharding, Sizes place)
       sizes[blocks->dim] /= over.size;
       continue;
     }
+    if (const auto* owner = std::get_if<Owner>(&how)) {
+      indices.push_back(owner->position);
+      continue;
+    }
     const Range& range = std::get<Range>(how);
     int64_t element = 0;
     for (const int64_t dim : sharding.order) element = element * sizes[dim] + place[dim];
@@ -99,8 +120,8 @@ std::pair<std::vector<int>, Sizes> locate(const Sharding& sharding, Sizes place)
 TEST(Sharding, GivesEachRankTheElementsOfABruteForce) {
   std::mt19937 engine(7);
   for (int repetition = 0; repetition < 20; ++repetition) {
-    for (const auto& [axes, ends_in_range] : cases()) {
-      const Sharding sharding = draw(engine, axes, ends_in_range);
+    for (const Case& of : cases()) {
+      const Sharding sharding = draw(engine, of);
       const auto whole = at::arange(c10::multiply_integers(sharding.sizes)).view(sharding.sizes);
       const auto turned = whole.transpose(0, 3).contiguous().transpose(0, 3);
       std::vector<at::Tensor> parts;
@@ -109,10 +130,10 @@ TEST(Sharding, GivesEachRankTheElementsOfABruteForce) {
         parts.push_back(sharding.cut(whole, rank));
         ASSERT_EQ(parts.back().sizes(), at::IntArrayRef(sharding.sizes_of(rank)));
         EXPECT_TRUE(at::equal(sharding.cut(turned, rank), parts.back())) << "another layout";
-        held += parts.back().numel();
+        if (sharding.is_on(rank)) held += parts.back().numel();
       }
       int copies = kRanks;
-      for (const Axis& axis : axes) copies /= axis.size;
+      for (const Axis& axis : of.axes) copies /= axis.size;
       EXPECT_EQ(held, copies * whole.numel());
       for (int64_t element = 0; element < whole.numel(); ++element) {
         Sizes place(sharding.sizes.size());
@@ -122,7 +143,8 @@ TEST(Sharding, GivesEachRankTheElementsOfABruteForce) {
         }
         const auto [indices, there] = locate(sharding, place);
         int rank = 0;
-        for (size_t i = 0; i < axes.size(); ++i) rank = axes[i].member(rank, indices[i]);
+        for (size_t i = 0; i < of.axes.size(); ++i) rank = of.axes[i].member(rank, indices[i]);
+        EXPECT_TRUE(sharding.is_on(rank));
         int64_t number = 0;
         for (size_t dim = 0; dim < there.size(); ++dim) {
           number = number * parts[rank].size(static_cast<int64_t>(dim)) + there[dim];
@@ -136,11 +158,14 @@ TEST(Sharding, GivesEachRankTheElementsOfABruteForce) {
 TEST(Sharding, JoinUndoesTheCutsFromTheLast) {
   std::mt19937 engine(8);
   for (int repetition = 0; repetition < 20; ++repetition) {
-    for (const auto& [axes, ends_in_range] : cases()) {
-      Sharding sharding = draw(engine, axes, ends_in_range);
+    for (const Case& of : cases()) {
+      Sharding sharding = draw(engine, of);
       const auto whole = at::rand(sharding.sizes, at::kDouble);
       std::vector<at::Tensor> held;
-      for (int rank = 0; rank < kRanks; ++rank) held.push_back(sharding.cut(whole, rank));
+      for (int rank = 0; rank < kRanks; ++rank) {
+        held.push_back(sharding.cut(whole, rank));
+        if (!sharding.is_on(rank)) held.back() = at::full_like(held.back(), -1);
+      }
       for (; !sharding.cuts.empty(); sharding.cuts.pop_back()) {
         const Axis over = sharding.cuts.back().over;
         std::vector<at::Tensor> joined;
@@ -158,7 +183,7 @@ TEST(Sharding, JoinUndoesTheCutsFromTheLast) {
 
 TEST(Sharding, CutsGoOnWhereOthersEnded) {
   std::mt19937 engine(9);
-  const Sharding sharding = draw(engine, {kMiddle, kInner}, true);
+  const Sharding sharding = draw(engine, {{kMiddle, kInner}, true});
   Sharding first = sharding;
   first.cuts.pop_back();
   const auto whole = at::rand(sharding.sizes);
@@ -233,6 +258,10 @@ TEST(Sharding, RefusesCutsThatWouldLoseElements) {
       HasSubstr("blocks that do not divide evenly: [8, 3] along dimension 0 in blocks of [4, 2]"));
   EXPECT_THAT(error({{8}, {0}, {{{1, 2}, Range{0, 4}}, {{2, 2}, Range{0, 2}}}}),
               HasSubstr("a cut follows a range: [8] 4 elements each over 2 ranks, then 2"));
+  for (const int position : {-1, 2}) {
+    EXPECT_THAT(error({{8}, {}, {{{1, 2}, Owner{position}}}}),
+                HasSubstr(c10::str("no rank owns [8] at position ", position, " over 2 ranks")));
+  }
 }
 
 TEST(Sharding, IsToldAndCompared) {
@@ -247,6 +276,10 @@ TEST(Sharding, IsToldAndCompared) {
        "ranks"},
       {{{40}, {0}, {{other, Range{16, 16}}}},
        "[40] 16 elements each from 16 before the first over 4 ranks"},
+      {{{40, 2}, {}, {{axis, Owner{1}}, {other, Blocks{0, {40}}}}},
+       "[40, 2] at position 1 over 2 ranks, then along dimension 0 over 4 ranks"},
+      {{{40, 2}, {}, {{axis, Owner{0}}, {other, Blocks{0, {40}}}}},
+       "[40, 2] at position 0 over 2 ranks, then along dimension 0 over 4 ranks"},
       {{{40}, {0}, {{{1, 4}, Range{16, 16}}}},
        "[40] 16 elements each from 16 before the first over 4 ranks"}};
   for (size_t i = 0; i < told.size(); ++i) {
@@ -259,29 +292,41 @@ TEST(Sharding, IsToldAndCompared) {
 
 /// Lists of any dtype, of parts of other lengths on each rank, of which some have none.
 TEST(Join, GivesListsToOneRankOrToAll) {
+  const Axis axis{1, 3};
+  const std::vector<std::vector<Sharding>> lists{
+      {{{6, 4}, {1, 0}, {{axis, Range{5, 11}}}},
+       {{7}, {0}, {{axis, Range{0, 16}}}},
+       {{9, 2}, {}, {{axis, Blocks{0, {3, 6}}}}},
+       {{}, {}, {{axis, Range{20, 16}}}}},
+      {{{9, 2}, {}, {{axis, Blocks{0, {9}}}}}, {{5, 3}, {}, {{axis, Owner{1}}}}},
+      {{{5, 3}, {}, {{axis, Owner{1}}}}, {{4}, {}, {{axis, Owner{0}}}}},
+      {{{5, 3}, {}, {{axis, Owner{2}}}},
+       {{}, {}, {{axis, Owner{2}}}},
+       {{0}, {}, {{axis, Owner{2}}}}}};
   for (const auto dtype : {at::kFloat, at::kLong, at::kBool, at::kComplexDouble, at::kBFloat16}) {
-    run_ranks(3, [dtype](const CommunicatorPtr& group) {
-      const Axis axis{1, 3};
-      const std::vector<Sharding> shardings{{{6, 4}, {1, 0}, {{axis, Range{5, 11}}}},
-                                            {{7}, {0}, {{axis, Range{0, 16}}}},
-                                            {{9, 2}, {}, {{axis, Blocks{0, {3, 6}}}}},
-                                            {{}, {}, {{axis, Range{20, 16}}}}};
-      std::vector<at::Tensor> wholes;
-      std::vector<Part> parts;
-      for (const Sharding& sharding : shardings) {
-        const auto numel = c10::multiply_integers(sharding.sizes);
-        wholes.push_back((at::arange(numel) % 2).view(sharding.sizes).to(dtype));
-        const auto own = sharding.cut(wholes.back(), group->rank());
-        parts.push_back({sharding, own.numel() > 0 ? own : at::Tensor()});
-      }
-      for (int root = 0; root < 4; ++root) {
-        const auto to = root < 3 ? std::optional(root) : std::nullopt;
-        const auto joined = join(*group, parts, wholes[0].options(), group->rank(), to);
-        ASSERT_EQ(joined.size(), wholes.size());
-        for (size_t i = 0; i < wholes.size(); ++i) {
-          ASSERT_EQ(joined[i].defined(), root == 3 || group->rank() == root);
-          if (joined[i].defined()) {
+    run_ranks(3, [&](const CommunicatorPtr& group) {
+      for (const auto& shardings : lists) {
+        const bool owned = &shardings == &lists.back();
+        std::vector<at::Tensor> wholes;
+        std::vector<Part> parts;
+        for (const Sharding& sharding : shardings) {
+          const auto numel = c10::multiply_integers(sharding.sizes);
+          wholes.push_back((at::arange(numel) % 2).view(sharding.sizes).to(dtype));
+          auto own = sharding.cut(wholes.back(), group->rank());
+          if (!sharding.is_on(group->rank())) own = at::ones({7}, dtype);  // is not read
+          parts.push_back({sharding, own.numel() > 0 ? own : at::Tensor()});
+        }
+        for (int root = 0; root < 4; ++root) {
+          const auto to = root < 3 ? std::optional(root) : std::nullopt;
+          const auto joined = join(*group, parts, wholes[0].options(), group->rank(), to);
+          ASSERT_EQ(joined.size(), wholes.size());
+          for (size_t i = 0; i < wholes.size(); ++i) {
+            ASSERT_EQ(joined[i].defined(), root == 3 || group->rank() == root);
+            if (!joined[i].defined()) continue;
             EXPECT_TRUE(at::equal(joined[i], wholes[i])) << dtype << i;
+            // No memory beside it where one has all: a save gives large tensors one by one.
+            if (!parts[i].own.defined()) continue;
+            EXPECT_EQ(joined[i].is_alias_of(parts[i].own), owned && group->rank() == 2) << i;
           }
         }
       }

@@ -33,7 +33,7 @@ inline void expect_lies_as_said(const std::map<std::string, torch::Tensor>& whol
     }
     EXPECT_EQ(entry.name_on(rank()).empty(), !updated.defined()) << entry.name;
     for (const auto& cut : entry.sharding.cuts) {
-      const auto group = runtime::group_along(runtime, cut.over);
+      const auto group = runtime.along(cut.over);
       EXPECT_EQ(group->size(), cut.over.size) << entry.name;
       EXPECT_EQ(group->rank(), cut.over.index_of(rank())) << entry.name;
     }
