@@ -23,7 +23,14 @@ LAYERS = {
     "exported": ["checkpoint", "core", "graph"],
     "partitioner": ["core", "graph"],
     "dp": ["comm", "core", "graph/absent.h", "graph/storage.h"],
-    "pipeline": ["comm", "core", "dp/step_gradients.h", "graph", "partitioner"],
+    "pipeline": [
+        "comm",
+        "core",
+        "dp/sharded_parameters.h",
+        "dp/step_gradients.h",
+        "graph",
+        "partitioner",
+    ],
     "nn": ["comm", "core", "graph"],
     "runtime": [
         "checkpoint",

@@ -163,10 +163,6 @@ void Rules::check_data_parallel_rules() {
   const auto refuse = [&](const std::string& text) {
     add("sharded_data_parallel_degree", c10::str("a degree of ", *sharded, " needs ", text));
   };
-  const auto partitions = if_valid<int64_t>("partitions");
-  if (partitions && *partitions > 1) {
-    refuse(c10::str("\"partitions\" to be 1, got ", *partitions, "."));
-  }
   if (if_valid<bool>("shard_optimizer_state") == true) {
     refuse("\"shard_optimizer_state\" to be false, got true.");
   }

@@ -418,8 +418,8 @@ std::vector<Parameter> tensor_and_sharding_rows() {
               "whole); otherwise the report says so."),
       integer("sharded_data_parallel_degree", int64_t{1},
               "Over how many replicas parameters, gradients and optimizer state are sharded (see "
-              "docs/memory.md); a divisor of their number. More than 1 needs `partitions` of 1, "
-              "and neither `shard_optimizer_state` nor `gradient_accumulation_fusion`.")
+              "docs/memory.md); a divisor of their number. More than 1 goes with neither "
+              "`shard_optimizer_state` nor `gradient_accumulation_fusion`.")
           .at_least(1)
           .at_most(kMostRanks),
       integer("sdp_reduce_bucket_size", int64_t{500000000},
@@ -431,8 +431,8 @@ std::vector<Parameter> tensor_and_sharding_rows() {
           .at_least(0)
           .at_most(kMostElements),
       integer("sdp_max_live_parameters", int64_t{1000000000},
-              "While this many elements of sharded parameters are gathered, no more are gathered "
-              "ahead.")
+              "How many elements of sharded parameters are whole at one time, unless one unit of "
+              "a stage reads more.")
           .at_least(1)
           .at_most(kMostElements),
       boolean("sdp_hierarchical_allgather", true,

@@ -65,28 +65,35 @@ size_t ShardedParameters::add(const at::Tensor& parameter, const std::string& na
 
 void ShardedParameters::gather(size_t index) {
   Entry& entry = entries_[index];
-  SMP_INTERNAL_ASSERT(!entry.live, "parameter \"", name(index), "\" was gathered twice");
+  if (entry.users++ > 0) return;
+  live_ += numel(index);
+  peak_live_ = std::max(peak_live_, live_);
   at::NoGradGuard no_grad;
   const int64_t padded = group()->size() * range(index).length;
   const at::Tensor fresh = at::empty({padded}, plain(parameter(index)));
   const at::Tensor data = parameter(index).detach();
   graph::give_data(*data.storage().unsafeGetStorageImpl(), *fresh.storage().unsafeGetStorageImpl());
-  entry.live = true;
   entry.work = group()->async().all_gather(as_real(memory_of(data, padded)), as_real(entry.padded));
 }
 
 void ShardedParameters::wait(size_t index) {
   Entry& entry = entries_[index];
-  SMP_INTERNAL_ASSERT(entry.live, "parameter \"", name(index), "\" was not gathered");
+  SMP_INTERNAL_ASSERT(entry.users > 0, "parameter \"", name(index), "\" was not gathered");
   if (const auto work = std::exchange(entry.work, nullptr)) wait_for(work, name(index));
 }
 
 void ShardedParameters::release(size_t index) {
-  Entry& entry = entries_[index];
-  SMP_INTERNAL_ASSERT(entry.live && entry.work == nullptr, "parameter \"", name(index),
+  SMP_INTERNAL_ASSERT(is_live(index), "parameter \"", name(index),
                       "\" is not there to be released");
+  if (--entries_[index].users == 0) free(index);
+}
+
+void ShardedParameters::free(size_t index) {
+  if (const auto work = std::exchange(entries_[index].work, nullptr)) {
+    wait_for(work, name(index));
+  }
   free_data(parameter(index));
-  entry.live = false;
+  live_ -= numel(index);
 }
 
 void ShardedParameters::lend() {
@@ -98,7 +105,7 @@ void ShardedParameters::lend() {
 
 void ShardedParameters::take_back() {
   for (size_t i = 0; i < size(); ++i) {
-    if (is_live(i)) release(i);
+    if (std::exchange(entries_[i].users, 0) > 0) free(i);
   }
 }
 

@@ -44,14 +44,19 @@ class ShardedParameters final : public ParameterSlices {
   /// gradient where the parameter does.
   const at::Tensor& shard(size_t index) const { return entries_[index].shard; }
 
-  /// Starts to give the parameter its data. Collective.
+  /// Starts to give the parameter its data, unless it has them. Each call has its `release`.
+  /// Collective.
   void gather(size_t index);
   /// Returns when it has them. Throws the errors of communication, with the parameter's name.
   void wait(size_t index);
-  /// True from `gather` to `release`.
-  bool is_live(size_t index) const { return entries_[index].live; }
-  /// Frees the data; they must be there.
+  /// True from `gather` to the last `release`.
+  bool is_live(size_t index) const { return entries_[index].users > 0; }
+  /// Frees the data, unless they were gathered for others, too; waits for those under way.
   void release(size_t index);
+
+  /// Elements of the parameters that are live; and how many there ever were.
+  int64_t live() const { return live_; }
+  int64_t peak_live() const { return peak_live_; }
 
   /// Shards have memory of their own.
   void bind() override {}
@@ -60,18 +65,22 @@ class ShardedParameters final : public ParameterSlices {
 
   /// Gives all parameters data that the program may change freely: it is not kept. Collective.
   void lend();
-  /// Frees the data that `lend` gave.
+  /// Frees all data: those that `lend` gave, and those of a step that failed.
   void take_back();
 
  private:
   struct Entry {
     at::Tensor padded;  // the shard in full length
     at::Tensor shard;
-    WorkPtr work;  // work of a gather under way
-    bool live = false;
+    WorkPtr work;   // work of a gather under way
+    int users = 0;  // calls of `gather` without their `release`
   };
 
+  void free(size_t index);
+
   std::vector<Entry> entries_;
+  int64_t live_ = 0;
+  int64_t peak_live_ = 0;
 };
 
 }  // namespace smp::dp

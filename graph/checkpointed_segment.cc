@@ -60,9 +60,9 @@ std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
   return regions;
 }
 
-std::string why_not_repeatable(const Graph& graph,
-                               const std::vector<DifferentiatedRange>& differentiated,
-                               const std::vector<int>& region) {
+core::Refusal why_not_repeatable(const Graph& graph,
+                                 const std::vector<DifferentiatedRange>& differentiated,
+                                 const std::vector<int>& region) {
   for (const DifferentiatedRange& range : differentiated) {
     if (range.last < region.front() || region.back() < range.first) continue;
     return c10::str("autograd::grad, operator ", range.last,
@@ -89,19 +89,18 @@ std::string why_not_repeatable(const Graph& graph,
       }
     }
   }
-  return "";
+  return std::nullopt;
 }
 
 void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions) {
   const auto differentiated = differentiated_ranges(graph);
   for (const std::vector<int>& region : regions) {
-    const std::string why_not = why_not_repeatable(graph, differentiated, region);
-    SMP_CHECK_WITH(UsageError, why_not.empty(), "activation checkpointing: operators ",
-                   region.front(), " to ", region.back(), ", in module \"",
-                   graph.operators[region.front()].scope,
+    const core::Refusal refusal = why_not_repeatable(graph, differentiated, region);
+    SMP_CHECK_WITH(UsageError, !refusal, "activation checkpointing: operators ", region.front(),
+                   " to ", region.back(), ", in module \"", graph.operators[region.front()].scope,
                    "\", cannot run again in the backward "
                    "pass: ",
-                   why_not, ". Leave the module out");
+                   *refusal, ". Leave the module out");
   }
 }
 

@@ -7,14 +7,15 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/alias_analysis.h"
 #include "graph/differentiate.h"
 #include "graph/graph.h"
+#include "graph/graph_map.h"
 #include "graph/random.h"
 #include "graph/region_run.h"
 #include "graph/replay.h"
 #include "graph/tensor_store.h"
-#include "graph/tracer.h"
 
 namespace smp::graph {
 
@@ -36,11 +37,10 @@ std::vector<std::vector<int>> find_regions(const std::vector<int>& operators,
                                            const std::vector<int>& region_of_operator);
 
 /// Why operators that follow each other cannot run a second time with the same results and no other
-/// effect, as a sentence without a full stop; empty if they can. `differentiated`: the graph's
-/// `differentiated_ranges`.
-std::string why_not_repeatable(const Graph& graph,
-                               const std::vector<DifferentiatedRange>& differentiated,
-                               const std::vector<int>& region);
+/// effect. `differentiated`: the graph's `differentiated_ranges`.
+core::Refusal why_not_repeatable(const Graph& graph,
+                                 const std::vector<DifferentiatedRange>& differentiated,
+                                 const std::vector<int>& region);
 /// Throws `UsageError` unless each of some regions can.
 void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions);
 
@@ -82,10 +82,6 @@ class CheckpointedSegment {
   /// Uses other constants from now on; backwards of earlier runs go on with theirs.
   void apply(const std::vector<ConstantOverride>& changes) { program_->apply(graph_, changes); }
 
-  /// Does the same as `Segment::set_residency`; for the second runs, too.
-  void set_residency(std::shared_ptr<ParameterResidency> residency) {
-    program_->segment.set_residency(std::move(residency));
-  }
   /// The same as of `Segment`; for the second runs, too.
   WeightCasts& casts() { return program_->segment.casts(); }
 

@@ -11,7 +11,6 @@
 #include "core/check.h"
 #include "core/node.h"
 #include "graph/layout.h"
-#include "graph/parameter_residency.h"
 
 namespace smp::graph {
 namespace {
@@ -157,8 +156,6 @@ size_t RegionRun::pack(const at::Tensor& tensor) {
 
 void RegionRun::release(size_t number) noexcept {
   Saved& saved = saved_[number];
-  const auto& residency = program_->segment.residency();
-  if (residency && saved.is_read) residency->after_read(saved.value);
   saved.released = true;
   saved.value = at::Tensor();
   saved.input = nullptr;
@@ -207,9 +204,6 @@ at::Tensor RegionRun::unpack(size_t number) {
                  " that an operator in a region of activation checkpointing saved for its backward "
                  "was written in place afterwards. Replace the operator that writes it by one that "
                  "returns a new tensor");
-  const auto& residency = program_->segment.residency();
-  if (residency && !saved.is_read) residency->before_read(saved.value);
-  saved.is_read = true;
   return saved.value;
 }
 

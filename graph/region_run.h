@@ -14,10 +14,10 @@
 
 #include "graph/autograd_entry.h"
 #include "graph/graph.h"
+#include "graph/graph_map.h"
 #include "graph/replay.h"
 #include "graph/saved_tensors.h"
 #include "graph/tensor_store.h"
-#include "graph/tracer.h"
 
 namespace smp::graph {
 
@@ -130,7 +130,6 @@ class RegionRun final : public SavedTensorKeeper {
     uint32_t version;
     at::Tensor value;
     std::shared_ptr<RegionInput> input;  // on which it lies
-    bool is_read = false;                // whether the backward reads it
     bool released = false;
   };
   struct Memory {

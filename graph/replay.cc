@@ -27,7 +27,6 @@
 #include "graph/leaf.h"
 #include "graph/mode_scope.h"
 #include "graph/operator_traits.h"
-#include "graph/parameter_residency.h"
 #include "graph/visit.h"
 #include "graph/written_results.h"
 
@@ -138,20 +137,13 @@ bool computes(const Graph& graph, int index, size_t number) {
 /// such a run has the cache alone.
 class CastCacheScope {
  public:
-  enum class Use { kShared, kAlone, kAloneOrThrow };
+  enum class Use { kShared, kAlone };
 
-  /// Waits for the runs that it cannot share with, or throws `UsageError` if there are some.
-  explicit CastCacheScope(Use use) : alone_(use != Use::kShared) {
+  /// Waits for the runs that it cannot share with.
+  explicit CastCacheScope(Use use) : alone_(use == Use::kAlone) {
     Cache& cache = of_process();
     std::unique_lock lock(cache.mutex);
     const auto is_free = [&] { return !cache.alone && (!alone_ || cache.shared == 0); };
-    SMP_CHECK_WITH(
-        UsageError, use != Use::kAloneOrThrow || is_free(),
-        "a step function calls a leaf module under autocast, and its parameters are "
-        "divided (\"sharded_data_parallel_degree\" above 1): ranks that are threads of "
-        "one process would wait for each other there. Expected one rank in each process, "
-        "got several. Start the ranks with smprun or mpirun, or leave the leaf out of the "
-        "autocast scope");
     cache.changed.wait(lock, is_free);
     if (alone_) {
       cache.alone = true;
@@ -210,8 +202,7 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              is_leaf(op.handle),
                              has_written_results(op.handle),
                              {},
-                             {},
-                             false});
+                             {}});
     for (ValueId id : weights[index]) {
       instructions_.back().weights.emplace_back(id, graph.values[id].alias_set);
     }
@@ -236,8 +227,7 @@ Segment::Run::Run(Segment& segment, const ResultObserver* observer)
     : segment_(segment), observer_(observer) {
   if (!segment.casts_) return;
   using Use = CastCacheScope::Use;
-  const Use alone = segment.has_resident_ ? Use::kAloneOrThrow : Use::kAlone;
-  casts_ = std::make_unique<CastCacheScope>(segment.casts_in_leaf_ ? alone : Use::kShared);
+  casts_ = std::make_unique<CastCacheScope>(segment.casts_in_leaf_ ? Use::kAlone : Use::kShared);
 }
 
 Segment::Run::~Run() {
@@ -249,11 +239,7 @@ void Segment::Run::part(size_t first, size_t last, Environment& environment, con
   for (size_t i = first; i < last; ++i) {
     const Instruction& instruction = segment_.instructions_[i];
     if (!instruction.moves.empty()) move_to_own_memory(instruction.moves, environment);
-    if (instruction.is_resident) {
-      resident(instruction, environment, key);
-    } else {
-      execute(instruction, environment, key);
-    }
+    execute(instruction, environment, key);
     for (ValueId id : instruction.dead) environment[id] = at::Tensor();
   }
 }
@@ -266,30 +252,6 @@ void Segment::Run::execute(const Instruction& instruction, Environment& environm
     const ValueId id = instruction.op.results[i];
     if (id == kUndefined || !environment[id].defined()) continue;
     (*observer_)(instruction.operator_index, i, environment[id]);
-  }
-}
-
-/// Runs an operator that reads parameters of the residency. Tensors that it saves may lie on them.
-void Segment::Run::resident(const Instruction& instruction, Environment& environment,
-                            const RandomKey& key) {
-  const auto& residency = segment_.residency_;
-  residency->before(instruction.operator_index);
-  const auto after = c10::make_scope_exit([&] { residency->after(instruction.operator_index); });
-  // A region keeps its saved tensors itself.
-  std::optional<SavedTensorScope> scope;
-  if (!SavedTensorScope::is_active()) {
-    if (saved_ == nullptr) saved_ = std::make_shared<ResidentTensors>(residency);
-    scope.emplace(saved_);
-  }
-  execute(instruction, environment, key);
-}
-
-void Segment::set_residency(std::shared_ptr<ParameterResidency> residency) {
-  residency_ = std::move(residency);
-  has_resident_ = false;
-  for (Instruction& instruction : instructions_) {
-    instruction.is_resident = residency_ && residency_->concerns(instruction.operator_index);
-    has_resident_ |= instruction.is_resident;
   }
 }
 

@@ -13,8 +13,8 @@
 
 #include "core/node.h"
 #include "graph/graph.h"
+#include "graph/graph_map.h"
 #include "graph/random.h"
-#include "graph/tracer.h"
 #include "graph/weight_casts.h"
 
 namespace smp::graph {
@@ -30,8 +30,6 @@ using ResultObserver = std::function<void(int index, size_t number, const at::Te
 bool computes(const Graph& graph, int index, size_t number);
 
 class CastCacheScope;
-class ParameterResidency;
-class ResidentTensors;
 
 /// Some operators of a graph, in program order, ready to run again and again.
 ///
@@ -67,12 +65,10 @@ class Segment {
 
    private:
     void execute(const Instruction& instruction, Environment& environment, const RandomKey& key);
-    void resident(const Instruction& instruction, Environment& environment, const RandomKey& key);
 
     Segment& segment_;
     const ResultObserver* observer_;
     std::unique_ptr<CastCacheScope> casts_;
-    std::shared_ptr<ResidentTensors> saved_;  // saved by readers of resident parameters
   };
 
   /// Runs all operators. The environment holds their inputs from outside.
@@ -82,10 +78,6 @@ class Segment {
 
   /// Uses other constants from now on; changes to operators of other segments are ignored.
   void apply(const std::vector<ConstantOverride>& changes);
-
-  /// Tells `residency` from now on when parameters are read.
-  void set_residency(std::shared_ptr<ParameterResidency> residency);
-  const std::shared_ptr<ParameterResidency>& residency() const { return residency_; }
 
   /// The casts of its parameters, which its owner begins to share among its runs.
   WeightCasts& casts() { return casts_of_weights_; }
@@ -102,7 +94,6 @@ class Segment {
     bool has_written_results;
     c10::SmallVector<ValueId, 4> dead;  // released afterwards
     std::vector<ValueId> moves;         // values that move to memory of their own before
-    bool is_resident = false;           // concerns the residency
   };
 
   /// The tensor that stands for a leaf in an autocast scope.
@@ -122,12 +113,10 @@ class Segment {
   void pop_results(const Instruction& instruction, Environment& environment);
 
   std::vector<Instruction> instructions_;
-  std::shared_ptr<ParameterResidency> residency_;
   torch::jit::Stack stack_;
   WeightCasts casts_of_weights_;
   bool casts_ = false;          // some operator runs under autocast
   bool casts_in_leaf_ = false;  // one of them is a leaf
-  bool has_resident_ = false;   // some operator concerns the residency
   // While running, by scope and leaf.
   std::map<std::pair<int, const at::TensorImpl*>, ScopeAlias> aliases_;
 };

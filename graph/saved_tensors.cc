@@ -49,8 +49,6 @@ std::unique_ptr<SavedVariableHooks> hooks_of_saved_tensors() {
   return keeper == nullptr ? nullptr : std::make_unique<Hooks>(keeper);
 }
 
-bool SavedTensorScope::is_active() { return keeper_of_thread() != nullptr; }
-
 SavedTensorScope::~SavedTensorScope() { keeper_of_thread() = std::move(outer_); }
 
 }  // namespace smp::graph

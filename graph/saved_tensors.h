@@ -38,9 +38,6 @@ class SavedTensorScope {
   SavedTensorScope(const SavedTensorScope&) = delete;
   SavedTensorScope& operator=(const SavedTensorScope&) = delete;
 
-  /// Whether this thread is inside a scope with a keeper.
-  static bool is_active();
-
  private:
   std::shared_ptr<SavedTensorKeeper> outer_;
 };

@@ -2,9 +2,10 @@
 #include "partitioner/sharding.h"
 
 #include <algorithm>
+#include <set>
 #include <vector>
 
-#include "partitioner/data_flow.h"
+#include "partitioner/units.h"
 
 namespace smp::partitioner {
 
@@ -14,47 +15,35 @@ using graph::ValueId;
 
 namespace {
 
-// The number of operators that ParameterWindow gathers ahead (dp/parameter_window.h).
-constexpr size_t kAhead = 4;
+using Units = std::vector<std::vector<ValueId>>;
 
-/// The divided parameters in the order in which operators first read them.
-std::vector<const Value*> divided_in_order(const Graph& graph, const Sharding& sharding) {
-  std::vector<const Value*> result;
-  std::vector<bool> seen(graph.values.size(), false);
-  for (const graph::Operator& op : graph.operators) {
-    for_each_argument(op, [&](ValueId id) {
-      if (seen[id] || !sharding.divides(graph.values[id])) return;
-      seen[id] = true;
-      result.push_back(&graph.values[id]);
-    });
-  }
-  return result;
-}
-
-int64_t whole_bytes(const std::vector<const Value*>& parameters, int64_t most_elements) {
-  int64_t most = 0;
-  for (size_t first = 0; first < parameters.size(); ++first) {
-    // The first is read, however large it is; others are gathered if there is room.
-    int64_t bytes = parameters[first]->meta.nbytes();
-    int64_t elements = parameters[first]->meta.numel();
-    const size_t end = std::min(first + 1 + kAhead, parameters.size());
-    for (size_t i = first + 1; i < end; ++i) {
-      elements += parameters[i]->meta.numel();
-      if (elements > most_elements) break;
-      bytes += parameters[i]->meta.nbytes();
+/// The bytes of the largest unit, or of two that follow each other where both are whole together.
+int64_t whole_bytes(const Graph& graph, const Units& units, int64_t most_elements) {
+  int64_t most = 0, bytes_before = 0, elements_before = 0;
+  for (const auto& unit : units) {
+    int64_t bytes = 0, elements = 0;
+    for (ValueId id : unit) {
+      bytes += graph.values[id].meta.nbytes();
+      elements += graph.values[id].meta.numel();
     }
-    most = std::max(most, bytes);
+    const bool is_ahead = elements_before + elements <= most_elements;
+    most = std::max(most, bytes + (is_ahead ? bytes_before : 0));
+    bytes_before = bytes;
+    elements_before = elements;
   }
   return most;
 }
 
-int64_t sum_bytes(const std::vector<const Value*>& parameters, int64_t bucket, int microbatches) {
+int64_t sum_bytes(const Graph& graph, const Units& units, int64_t bucket, int microbatches) {
+  std::set<ValueId> parameters;
+  for (const auto& unit : units) parameters.insert(unit.begin(), unit.end());
   int64_t bytes = 0, elements = 0, largest = 0;
-  for (const Value* parameter : parameters) {
-    if (!parameter->meta.requires_grad) continue;
-    bytes += gradient_bytes(*parameter);
-    elements += parameter->meta.numel();
-    largest = std::max(largest, gradient_bytes(*parameter));
+  for (ValueId id : parameters) {
+    const Value& parameter = graph.values[id];
+    if (!parameter.meta.requires_grad) continue;
+    bytes += gradient_bytes(parameter);
+    elements += parameter.meta.numel();
+    largest = std::max(largest, gradient_bytes(parameter));
   }
   if (microbatches > 1 || elements <= bucket) return bytes;
   // A larger parameter has a bucket for itself.
@@ -75,9 +64,14 @@ bool Sharding::divides(const Value& parameter) const {
 }
 
 int64_t working_bytes(const Graph& graph, const Sharding& sharding, int microbatches) {
-  const std::vector<const Value*> parameters = divided_in_order(graph, sharding);
-  const int64_t whole = whole_bytes(parameters, sharding.live());
-  return graph.trains() ? whole + sum_bytes(parameters, sharding.bucket(), microbatches) : whole;
+  if (sharding.parameters() == 1) return 0;
+  const UnitOptions options{[&](const Value& value) { return sharding.divides(value); },
+                            sharding.live()};
+  const std::vector<int> one_stage(graph.operators.size(), 0);
+  const Units units =
+      parameters_of_units(graph, find_units(graph, one_stage, /*regions=*/{}, options), options);
+  const int64_t whole = whole_bytes(graph, units, sharding.live());
+  return graph.trains() ? whole + sum_bytes(graph, units, sharding.bucket(), microbatches) : whole;
 }
 
 }  // namespace smp::partitioner

@@ -24,7 +24,7 @@ struct Sharding {
   TORCH_ARG(int, parameters) = 1;
   /// Elements that a parameter has at least if it is divided (`sdp_param_persistence_threshold`).
   TORCH_ARG(int64_t, smallest) = 0;
-  /// Elements of divided parameters that are whole at one time at most, unless one operator needs
+  /// Elements of divided parameters that are whole at one time at most, unless one unit needs
   /// more (`sdp_max_live_parameters`).
   TORCH_ARG(int64_t, live) = std::numeric_limits<int64_t>::max();
   /// Elements of gradients that are reduced together (`sdp_reduce_bucket_size`).
@@ -35,8 +35,8 @@ struct Sharding {
 /// precision.
 int64_t gradient_bytes(const graph::Value& parameter);
 
-/// Extra bytes during a step: divided parameters that are whole at one time (this operator's and
-/// the next four's), and gradient buckets on their way (two with one microbatch, else all).
+/// Extra bytes during a step: divided parameters that are whole at one time (a unit's and the next
+/// one's, see units.h), and gradient buckets on their way (two with one microbatch, else all).
 int64_t working_bytes(const graph::Graph& graph, const Sharding& sharding, int microbatches);
 
 }  // namespace smp::partitioner

@@ -25,7 +25,8 @@ constexpr Spelling kSpellings[] = {
     {Kind::kBackwardInput, "I", 0, "inputs"},     {Kind::kBackwardWeight, "W", 0, "weights"},
     {Kind::kSendForward, "SEND_F", '>', "send"},  {Kind::kRecvForward, "RECV_F", '<', "wait"},
     {Kind::kSendBackward, "SEND_B", '>', "send"}, {Kind::kRecvBackward, "RECV_B", '<', "wait"},
-    {Kind::kReduce, "REDUCE", 0, "reduce"},
+    {Kind::kReduce, "REDUCE", 0, "reduce"},       {Kind::kUnshard, "UNSHARD", 0, "unshard"},
+    {Kind::kReshard, "RESHARD", 0, "reshard"},
 };
 
 const Spelling& spelling_of(Kind kind) {
@@ -61,7 +62,7 @@ class Cursor {
         return spelling;
       }
     }
-    fail("F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B or REDUCE");
+    fail("F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, UNSHARD or RESHARD");
   }
 
   void arrow(char arrow) {
@@ -116,6 +117,8 @@ Action recv_backward(int stage, int microbatch, int from) {
   return {Kind::kRecvBackward, stage, microbatch, from};
 }
 Action reduce_of(int stage) { return {Kind::kReduce, stage, -1, -1}; }
+Action unshard_of(int stage) { return {Kind::kUnshard, stage, -1, -1}; }
+Action reshard_of(int stage) { return {Kind::kReshard, stage, -1, -1}; }
 
 Action counterpart(const Action& transfer) {
   const auto other_end = [&](Kind kind) {
@@ -143,7 +146,7 @@ std::string to_string(const Action& action) {
   const auto& spelling = spelling_of(action.kind);
   std::string text = std::to_string(action.stage);
   text += spelling.word;
-  if (action.kind != Kind::kReduce) {
+  if (!action.is_of_stage()) {
     text += std::to_string(action.microbatch);
   }
   if (action.is_transfer()) {
@@ -160,7 +163,7 @@ Action parse_action(std::string_view text, std::string_view where) {
   action.stage = cursor.number("a stage number");
   const auto& spelling = cursor.word();
   action.kind = spelling.kind;
-  if (action.kind != Kind::kReduce) {
+  if (!action.is_of_stage()) {
     action.microbatch = cursor.number("a microbatch number");
   }
   if (action.is_transfer()) {

@@ -19,6 +19,8 @@ namespace smp::pipeline {
 ///     1SEND_B3>0   stage 1 sends the gradients of those values back to stage 0
 ///     0RECV_B3<1   stage 0 waits for them
 ///     1REDUCE      the gradients of stage 1 are complete and may be reduced
+///     1UNSHARD     begins to gather the divided parameters that stage 1 reads
+///     1RESHARD     frees them but for this rank's shards
 ///
 /// Receives are posted ahead by the executor, so a receive action only means "wait for it".
 struct Action {
@@ -33,12 +35,14 @@ struct Action {
     kSendBackward,
     kRecvBackward,
     kReduce,
+    kUnshard,
+    kReshard,
   };
 
   Kind kind = Kind::kForward;
   /// The stage that acts.
   int stage = 0;
-  /// The microbatch, -1 for `kReduce`.
+  /// The microbatch, -1 for an action of the stage as a whole.
   int microbatch = -1;
   /// The stage at the other end of a transfer, -1 for everything else.
   int peer = -1;
@@ -47,6 +51,10 @@ struct Action {
   bool is_recv() const { return kind == Kind::kRecvForward || kind == Kind::kRecvBackward; }
   bool is_transfer() const { return is_send() || is_recv(); }
   bool is_compute() const { return kind <= Kind::kBackwardWeight; }
+  /// Reduces, unshards and reshards: of the stage as a whole.
+  bool is_of_stage() const { return kind >= Kind::kReduce; }
+  /// May stand in a rank's list several times.
+  bool repeats() const { return kind >= Kind::kUnshard; }
   /// Belongs to the backward pass.
   bool is_backward() const {
     return (is_compute() && kind != Kind::kForward) || kind == Kind::kSendBackward ||
@@ -72,6 +80,8 @@ Action recv_forward(int stage, int microbatch, int from);
 Action send_backward(int stage, int microbatch, int to);
 Action recv_backward(int stage, int microbatch, int from);
 Action reduce_of(int stage);
+Action unshard_of(int stage);
+Action reshard_of(int stage);
 
 /// The other end of a transfer: the receive of a send, the send of a receive.
 Action counterpart(const Action& transfer);
@@ -81,7 +91,7 @@ bool operator==(const Action& a, const Action& b);
 std::string to_string(const Action& action);
 
 /// The action in one word, for tables and pictures: "forward", "backward", "inputs" and "weights"
-/// for the halves of a backward, "send", "wait" or "reduce".
+/// for the halves of a backward, "send", "wait", "reduce", "unshard" or "reshard".
 std::string_view group_of(const Action& action);
 
 /// Parses the text form above. Throws `smp::Error` that names `where` (for example

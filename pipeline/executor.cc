@@ -21,7 +21,7 @@ std::vector<graph::TensorMeta> metas(const graph::Graph& graph,
   return result;
 }
 
-/// "1B0", "receive 0F3", "send 1F3", "reduce 1".
+/// "1B0", "receive 0F3", "send 1F3", "reduce 1", "unshard 1".
 core::Label label_of(const Action& action) {
   const auto made = [&](int stage) {
     return to_string(action.is_backward() ? backward_of(stage, action.microbatch)
@@ -30,7 +30,7 @@ core::Label label_of(const Action& action) {
   if (action.is_recv()) return core::Label("receive " + made(action.peer));
   if (action.is_send()) return core::Label("send " + made(action.stage));
   if (action.is_compute()) return core::Label(to_string(action));
-  return core::Label("reduce " + std::to_string(action.stage));
+  return core::Label(std::string(group_of(action)) + " " + std::to_string(action.stage));
 }
 
 }  // namespace
@@ -130,6 +130,7 @@ void Executor::resolve() {
     if (action.is_recv()) ++program_.back().channel->messages;
   }
   if (loading_horizon_ > 0) find_prefetches();
+  if (parameters_) find_shards();
 }
 
 void Executor::find_prefetches() {
@@ -143,6 +144,48 @@ void Executor::find_prefetches() {
     if (!ahead.action.is_backward() || ahead.action.kind == Action::Kind::kBackwardWeight) continue;
     const size_t before = i - std::min(i, static_cast<size_t>(loading_horizon_));
     computations[before]->prefetches.emplace_back(ahead.stage, ahead.action.microbatch);
+  }
+}
+
+void Executor::use_shards(std::shared_ptr<dp::ShardedParameters> parameters,
+                          std::vector<std::optional<size_t>> shard_of_value,
+                          const std::vector<int>& regions) {
+  parameters_ = std::move(parameters);
+  shard_of_value_ = std::move(shard_of_value);
+  for (const auto& [index, stage] : stages_) {
+    const StageProgram& program = stage->program();
+    shards_[index] = {shards_of(program.read_in_forward()),
+                      shards_of(program.read_in_backward(regions))};
+    stage->forget_casts_of_microbatches();
+  }
+}
+
+std::vector<size_t> Executor::shards_of(const std::vector<graph::ValueId>& parameters) const {
+  std::vector<size_t> result;
+  for (graph::ValueId id : parameters) {
+    if (shard_of_value_[id]) result.push_back(*shard_of_value_[id]);
+  }
+  return result;
+}
+
+/// Computes get the parameters that they read, and the actions around them those of all between.
+void Executor::find_shards() {
+  std::map<int, Instruction*> unsharded;  // unshards by stage
+  for (Instruction& instruction : program_) {
+    const Action& action = instruction.action;
+    const Shards& shards = shards_.at(action.stage);
+    if (action.kind == Action::Kind::kUnshard) unsharded[action.stage] = &instruction;
+    if (action.kind == Action::Kind::kReshard) {
+      instruction.shards = unsharded.at(action.stage)->shards;
+    }
+    if (!action.is_compute()) continue;
+    instruction.shards = action.is_backward() ? shards.backward : shards.forward;
+    instruction.waits = instruction.waits || !instruction.shards.empty();
+    if (instruction.shards.empty()) continue;
+    auto& gathered = unsharded.at(action.stage)->shards;
+    for (const size_t shard : instruction.shards) {
+      if (std::count(gathered.begin(), gathered.end(), shard) == 0) gathered.push_back(shard);
+    }
   }
 }
 
@@ -203,7 +246,8 @@ std::vector<int64_t> Executor::message_bytes() const {
 std::string Executor::describe() const {
   std::ostringstream out;
   for (const auto& [index, stage] : stages_) out << stage->program().describe();
-  out << "actions" << (graphs_ ? ", of which those that are captured run as graphs" : "") << "\n";
+  out << "actions" << (device_graphs_ ? ", of which those that are captured run as graphs" : "")
+      << "\n";
   const auto& actions = schedule_.actions(rank());
   const auto bytes = message_bytes();
   for (size_t i = 0; i < actions.size(); ++i) {
@@ -214,10 +258,10 @@ std::string Executor::describe() const {
   return out.str();
 }
 
-void Executor::use_graphs(bool required) {
-  graphs_ = std::make_unique<StepGraphs>(device_, schedule_.actions(rank()),
-                                         schedule_.microbatches(), required);
-  for (const auto& [index, stage] : stages_) graphs_->add_stage(*stage);
+void Executor::use_device_graphs(bool required) {
+  device_graphs_ = std::make_unique<StepDeviceGraphs>(device_, schedule_.actions(rank()),
+                                                      schedule_.microbatches(), required);
+  for (const auto& [index, stage] : stages_) device_graphs_->add_stage(*stage);
 }
 
 /// The reductions of the list are armed before the computations that complete them.
@@ -225,7 +269,7 @@ void Executor::begin_step(const Step& step) {
   SMP_INTERNAL_ASSERT(step.gradients != nullptr || !schedule_.has_backward(),
                       "a step with backwards has sums of gradients");
   if (program_.empty()) resolve();
-  if (graphs_) graphs_->begin_step(step.why_no_graphs);
+  if (device_graphs_) device_graphs_->begin_step(step.why_no_device_graphs);
   for (const auto& [index, stage] : stages_) stage->begin_step();
   for (const auto& [key, channel] : channels_) channel.begin_step();
   for (const Instruction& instruction : program_) {
@@ -261,6 +305,9 @@ StepResults Executor::run(const Step& step) {
 void Executor::execute(const Instruction& instruction, const Step& step, StepResults& results) {
   if (instruction.waits) hand_over();
   for (const auto& [stage, microbatch] : instruction.prefetches) stage->prefetch(microbatch);
+  if (instruction.action.is_compute()) {
+    for (const size_t shard : instruction.shards) parameters_->wait(shard);
+  }
   switch (instruction.action.kind) {
     case Action::Kind::kForward:
       forward(instruction, step, results);
@@ -280,6 +327,12 @@ void Executor::execute(const Instruction& instruction, const Step& step, StepRes
       break;
     case Action::Kind::kReduce:
       step.gradients->complete(instruction.stage->program().consumed);
+      break;
+    case Action::Kind::kUnshard:
+      for (const size_t shard : instruction.shards) parameters_->gather(shard);
+      break;
+    case Action::Kind::kReshard:
+      for (const size_t shard : instruction.shards) parameters_->release(shard);
       break;
   }
   for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
@@ -332,7 +385,8 @@ void Executor::forward(const Instruction& instruction, const Step& step, StepRes
   const int microbatch = instruction.action.microbatch;
   const auto& inputs = step.inputs[microbatch];
   const graph::RandomKey& key = step.keys[microbatch];
-  const bool is_launched = graphs_ && graphs_->forward(instruction.action, inputs, key, results);
+  const bool is_launched =
+      device_graphs_ && device_graphs_->forward(instruction.action, inputs, key, results);
   if (!is_launched) {
     prepare(stage, microbatch, step);
     stage.forward(microbatch, inputs, key, results);
@@ -342,7 +396,8 @@ void Executor::forward(const Instruction& instruction, const Step& step, StepRes
 void Executor::backward(const Instruction& instruction, const Step& step) {
   const Action& action = instruction.action;
   const bool is_launched =
-      graphs_ && graphs_->backward(action, step.keys[action.microbatch], *step.gradients);
+      device_graphs_ &&
+      device_graphs_->backward(action, step.keys[action.microbatch], *step.gradients);
   if (!is_launched) instruction.stage->backward(action, step.gradients);
 }
 

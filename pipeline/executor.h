@@ -10,13 +10,15 @@
 #include <vector>
 
 #include "comm/channel_pool.h"
+#include "core/refusal.h"
 #include "core/status.h"
+#include "dp/sharded_parameters.h"
 #include "pipeline/gradient_sums.h"
 #include "pipeline/message.h"
 #include "pipeline/observer.h"
 #include "pipeline/schedule.h"
 #include "pipeline/stage.h"
-#include "pipeline/step_graphs.h"
+#include "pipeline/step_device_graphs.h"
 
 namespace smp::pipeline {
 
@@ -60,9 +62,16 @@ class Executor {
   /// ahead to bring back its tensors from a store (`Stage::prefetch`). Before the first run.
   void set_loading_horizon(int horizon) { loading_horizon_ = horizon; }
 
-  /// Has the device run the stages' computations as graphs, see `StepGraphs`. After the stages, and
-  /// before the first run.
-  void use_graphs(bool required);
+  /// Gathers and frees divided parameters as the schedule says. `shard_of_value`: per value of the
+  /// graph the number of the parameter in `parameters`, if it is one. `regions`: as for
+  /// `Stage::set_regions`. After the stages, and before the first run.
+  void use_shards(std::shared_ptr<dp::ShardedParameters> parameters,
+                  std::vector<std::optional<size_t>> shard_of_value,
+                  const std::vector<int>& regions);
+
+  /// Has the stages' computations run as device graphs, see `StepDeviceGraphs`. After the
+  /// stages, and before the first run.
+  void use_device_graphs(bool required);
 
   /// The operands of a step, but for messages.
   struct Step {
@@ -81,8 +90,8 @@ class Executor {
     bool keeps_losses = false;
     /// Records of the microbatches on stages that are recorded, see `Stage::record`; null: none is.
     StepRecords* records = nullptr;
-    /// Why the step cannot run as graphs, as a sentence without a full stop; empty if it can.
-    std::string why_no_graphs;
+    /// Why the step cannot run as device graphs.
+    core::Refusal why_no_device_graphs;
     std::vector<Observer*> observers;
   };
 
@@ -123,6 +132,11 @@ class Executor {
     bool waits = false;          // it may, for other ranks
     std::vector<HandOver> hand_overs;
     std::vector<std::pair<Stage*, int>> prefetches;  // microbatches
+    std::vector<size_t> shards;  // divided parameters that it reads, gathers or frees
+  };
+  /// The divided parameters that a stage's computes read.
+  struct Shards {
+    std::vector<size_t> forward, backward;
   };
 
   void begin_step(const Step& step);
@@ -132,6 +146,8 @@ class Executor {
   void resolve();
   Instruction resolve(const Action& action);
   void find_prefetches();
+  void find_shards();
+  std::vector<size_t> shards_of(const std::vector<graph::ValueId>& parameters) const;
   std::vector<HandOver> hand_overs_of(const Action& action);
   int known_edge(const Action& transfer) const;
   static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
@@ -148,11 +164,14 @@ class Executor {
   std::shared_ptr<comm::ChannelPool> pool_;
   const at::Device device_;  // on which the graph computes
   std::map<int, std::unique_ptr<Stage>> stages_;
-  std::unique_ptr<StepGraphs> graphs_;                // null: operator by operator
+  std::unique_ptr<StepDeviceGraphs> device_graphs_;   // null: operator by operator
   std::map<std::pair<int, bool>, Channel> channels_;  // channels by edge and direction
   std::vector<Instruction> program_;
   std::optional<Outgoing> outgoing_;
-  int loading_horizon_ = 0;  // 0: nothing is in a store
+  int loading_horizon_ = 0;                            // 0: nothing is in a store
+  std::shared_ptr<dp::ShardedParameters> parameters_;  // null: none is divided
+  std::vector<std::optional<size_t>> shard_of_value_;
+  std::map<int, Shards> shards_;  // shards by stage
 };
 
 }  // namespace smp::pipeline

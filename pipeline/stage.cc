@@ -16,7 +16,6 @@
 namespace smp::pipeline {
 
 using graph::kUndefined;
-using Pass = graph::ParameterResidency::Pass;
 using graph::ValueId;
 
 Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
@@ -25,6 +24,7 @@ Stage::Stage(const graph::Graph& graph, const partitioner::Plan& plan,
     : program_(graph, plan, edges, index),
       segment_(
           std::make_unique<graph::CheckpointedSegment>(graph, program_.operators, program_.kept)),
+      shares_casts_(microbatches > 1),
       may_wait_(program_.calls_foreign()),
       environment_(graph.values.size()),
       in_flight_(microbatches) {
@@ -47,18 +47,12 @@ void Stage::set_regions(const std::vector<int>& region_of_operator,
                                                           program_.kept, region_of_operator);
 }
 
-void Stage::set_residency(std::shared_ptr<graph::ParameterResidency> residency) {
-  residency_ = std::move(residency);
-  may_wait_ = true;
-  segment_->set_residency(residency_);
-}
-
 void Stage::begin_step() {
-  if (shares_casts()) segment_->casts().begin_step();
+  if (shares_casts_) segment_->casts().begin_step();
 }
 
 void Stage::reserve_casts() {
-  if (shares_casts()) segment_->casts().reserve();
+  if (shares_casts_) segment_->casts().reserve();
 }
 
 void Stage::prefetch(int microbatch) {
@@ -167,7 +161,6 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   InFlight& state = in_flight_[microbatch];
   SMP_INTERNAL_ASSERT(!state.has_run, "stage ", program_.index,
                       " has run the forward of microbatch ", microbatch, " already");
-  if (residency_) residency_->begin(Pass::kForward, microbatch);
   enter_all(state, inputs);
   record_given(state);
   run_operators(state, key);
@@ -175,7 +168,6 @@ void Stage::forward(int microbatch, const std::vector<at::Tensor>& inputs,
   if (results.keeps_losses) give_losses(microbatch, results);
   keep_values(state);
   give_outputs(microbatch, results);
-  if (residency_) residency_->end(Pass::kForward, microbatch);
   for (ValueId id : program_.entered) environment_[id].reset();
   if (!program_.has_backward) finish(state);
 }
@@ -194,14 +186,6 @@ void Stage::run_operators(InFlight& state, const graph::RandomKey& key) {
   record_buffers(state);
 }
 
-/// A copy of a tensor on memory that others write, or that will not stay.
-at::Tensor Stage::copy_of(const at::Tensor& tensor) const {
-  if (residency_) residency_->before_read(tensor);
-  const at::Tensor copy = tensor.clone();
-  if (residency_) residency_->after_read(tensor);
-  return copy;
-}
-
 void Stage::keep_starts(InFlight& state) const {
   for (const auto& root : program_.roots) {
     const at::Tensor& value = environment_[root.value];
@@ -209,9 +193,7 @@ void Stage::keep_starts(InFlight& state) const {
     if (root.gradient == kUndefined) {
       state.start_gradients.push_back(at::ones_like(value.detach()));
     } else {
-      const at::Tensor gradient = environment_[root.gradient].detach();
-      const bool stays = residency_ == nullptr || !program_.on_shared_memory(root.gradient);
-      state.start_gradients.push_back(stays ? gradient : copy_of(gradient));
+      state.start_gradients.push_back(environment_[root.gradient].detach());
     }
   }
   for (const auto& outgoing : program_.outgoing) {
@@ -250,7 +232,7 @@ void Stage::give_outputs(int microbatch, StepResults& results) const {
     const at::Tensor value = keeps_history ? environment_[id] : environment_[id].detach();
     // Later microbatches and updates go on writing buffers and parameters.
     const bool is_copied = program_.copied.count(position) > 0;
-    results.outputs.push_back({position, microbatch, is_copied ? copy_of(value) : value});
+    results.outputs.push_back({position, microbatch, is_copied ? value.clone() : value});
   }
 }
 
@@ -302,7 +284,6 @@ Gradients Stage::backward(int microbatch, GradientSums* sums) {
   begin_backward(state);
   fuse(microbatch, state, sums, /*defer=*/false);
   take_gradients(microbatch, state, sums);
-  if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {
     const graph::ModeScope mode(program_.graph.roots.front().mode);
     graph::run_backward(state.starts, state.start_gradients);
@@ -311,7 +292,6 @@ Gradients Stage::backward(int microbatch, GradientSums* sums) {
   Gradients rest = give_rest(microbatch, state, sums);
   keep_gradients(state);
   finish(state);
-  if (residency_) residency_->end(Pass::kBackward, microbatch);
   return rest;
 }
 
@@ -330,7 +310,6 @@ void Stage::backward_inputs(int microbatch, GradientSums* sums) {
   fuse(microbatch, state, sums, /*defer=*/true);
   std::vector<graph::GradientSinkPtr> inputs;
   for (int sink : program_.input_sinks) inputs.push_back(state.sinks[sink]);
-  if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {
     const graph::ModeScope mode(program_.graph.roots.front().mode);
     state.split =
@@ -344,7 +323,6 @@ void Stage::backward_inputs(int microbatch, GradientSums* sums) {
 Gradients Stage::backward_weights(int microbatch, GradientSums* sums) {
   InFlight& state = in_flight_[microbatch];
   take_gradients(microbatch, state, sums);
-  if (residency_) residency_->begin(Pass::kBackward, microbatch);
   {
     const graph::ModeScope mode(program_.graph.roots.front().mode);
     state.split->run_weights();
@@ -352,7 +330,6 @@ Gradients Stage::backward_weights(int microbatch, GradientSums* sums) {
   if (state.fusion) state.fusion->run();
   Gradients rest = give_rest(microbatch, state, sums);
   finish(state);
-  if (residency_) residency_->end(Pass::kBackward, microbatch);
   return rest;
 }
 
@@ -392,16 +369,15 @@ void Stage::keep_gradients(InFlight& state) const {
     Message& returning = state.gradients[incoming.place];
     for (int sink : incoming.returning) {
       returning.push_back(sink == StageProgram::kNoSink ? at::Tensor()
-                                                        : state.sinks[sink]->gradient);
+                                                        : std::move(state.sinks[sink]->gradient));
     }
   }
   record_gradients(state);
 }
 
-std::string Stage::why_not_captured() const {
-  if (residency_) return "parameters are divided (\"sharded_data_parallel_degree\")";
+core::Refusal Stage::why_no_device_graphs() const {
   if (store_) return "activations are offloaded (\"offload_activations\")";
-  return program_.why_not_captured();
+  return program_.why_no_device_graphs();
 }
 
 std::vector<const void*> Stage::addresses() const {

@@ -8,15 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/autograd_entry.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/graph.h"
-#include "graph/parameter_residency.h"
+#include "graph/graph_map.h"
 #include "graph/random.h"
 #include "graph/replay.h"
 #include "graph/split_backward.h"
 #include "graph/tensor_table.h"
-#include "graph/tracer.h"
 #include "graph/weight_fusion.h"
 #include "partitioner/plan.h"
 #include "pipeline/edges.h"
@@ -71,15 +71,13 @@ class Stage {
   void set_regions(const std::vector<int>& region_of_operator,
                    std::shared_ptr<graph::TensorStore> store);
 
-  /// Makes the data of parameters available only while they are read. Before the first forward, and
-  /// after `set_regions`.
-  void set_residency(std::shared_ptr<graph::ParameterResidency> residency);
-
   /// Before the first forward of a step, and after its last backward: in between, autocast casts a
   /// weight once (see `graph::WeightCasts`). For one microbatch, and where parameters come and go,
   /// that would only take memory.
   void begin_step();
   void end_step() { segment_->casts().end_step(); }
+  /// From the next step on no cast of a weight outlives its microbatch.
+  void forget_casts_of_microbatches() { shares_casts_ = false; }
 
   /// Begins to bring back the microbatch's tensors from the store. Before its forward: nothing of
   /// it goes there.
@@ -130,13 +128,12 @@ class Stage {
                  StageRecord& record);
 
   /// Whether the host may wait for other ranks in its computations: in operators that are not
-  /// libtorch's own, or for parameters that are divided.
+  /// libtorch's own.
   bool may_wait() const { return may_wait_; }
 
-  /// Why its computations cannot be captured as graphs of its device, as a sentence without a full
-  /// stop; empty if nothing is known that speaks against it. After `set_regions` and
-  /// `set_residency`.
-  std::string why_not_captured() const;
+  /// Why its computations cannot be captured as device graphs, as far as is known. After
+  /// `set_regions`.
+  core::Refusal why_no_device_graphs() const;
   /// Before its computations are captured: in later steps they read the casts of weights where they
   /// lie then.
   void reserve_casts();
@@ -197,12 +194,10 @@ class Stage {
     std::vector<Leaf> spare;  // leaves of microbatches that have ended
   };
 
-  bool shares_casts() const { return in_flight_.size() > 1 && residency_ == nullptr; }
   void enter(const Entry& entry, const at::Tensor& data, InFlight& state);
   void enter_parameters(InFlight& state);
   void enter_all(InFlight& state, const std::vector<at::Tensor>& inputs);
   void run_operators(InFlight& state, const graph::RandomKey& key);
-  at::Tensor copy_of(const at::Tensor& tensor) const;
   void keep_starts(InFlight& state) const;
   void give_losses(int microbatch, StepResults& results) const;
   void keep_values(InFlight& state) const;
@@ -224,7 +219,7 @@ class Stage {
   const StageProgram program_;
   std::unique_ptr<graph::CheckpointedSegment> segment_;
   std::shared_ptr<graph::TensorStore> store_;
-  std::shared_ptr<graph::ParameterResidency> residency_;  // null: all data is always there
+  bool shares_casts_;  // among microbatches
   bool may_wait_;
   std::vector<Held> held_;            // parameters and buffers, as in the program
   std::vector<at::Tensor> contents_;  // constants and literals, as in the program

@@ -40,6 +40,27 @@ bool reads_for_backward(const graph::Operator& op, const Predicate& of_interest)
   return false;
 }
 
+/// Whether the backward of an operator does not read an argument's memory: of a view; of an
+/// embedding, which keeps the indices; of a product under autocast, which keeps its casts of
+/// float32.
+bool keeps_no_weight(const graph::Graph& graph, const graph::Operator& op, ValueId argument) {
+  static const std::set<std::string> products = {
+      "aten::_convolution", "aten::addmm",  "aten::baddbmm", "aten::bmm",    "aten::conv1d",
+      "aten::conv2d",       "aten::conv3d", "aten::linear",  "aten::matmul", "aten::mm"};
+  const std::string& name = op.handle.schema().name();
+  const bool is_view = op.writes.empty() && op.results.size() == 1 && op.results[0] != kUndefined &&
+                       graph.values[op.results[0]].alias_set == graph.values[argument].alias_set;
+  if (is_view) return true;
+  if (name == "aten::embedding") return op.arguments[0].values[0] == argument;
+  const graph::TensorMeta& meta = graph.values[argument].meta;
+  const bool is_on = meta.device.is_cpu() ? op.mode.autocast_cpu : op.mode.autocast_accelerator;
+  const at::ScalarType to =
+      meta.device.is_cpu() ? op.mode.autocast_cpu_dtype : op.mode.autocast_accelerator_dtype;
+  // It knows overloads: on the CPU one of `_convolution`.
+  const bool casts = is_on && graph::concerns_autocast(op.handle, meta.device.type());
+  return casts && meta.dtype == at::kFloat && to != at::kFloat && products.count(name) > 0;
+}
+
 }  // namespace
 
 StageProgram::StageProgram(const graph::Graph& graph, const partitioner::Plan& plan,
@@ -268,7 +289,7 @@ std::vector<ValueId> StageProgram::given() const {
   return values;
 }
 
-std::string StageProgram::why_not_again() const {
+core::Refusal StageProgram::why_not_again() const {
   std::set<int> written;  // alias sets
   for (int index : operators) {
     const graph::Operator& op = graph.operators[index];
@@ -288,7 +309,40 @@ std::string StageProgram::why_not_again() const {
     if (here || written.count(alias_set) == 0 || entered.insert(alias_set).second) continue;
     return "it writes memory on which two tensors lie that come from outside";
   }
-  return "";
+  return std::nullopt;
+}
+
+/// The parameters on whose memory the values lie, in ascending order.
+std::vector<ValueId> StageProgram::parameters_under(const std::set<ValueId>& values) const {
+  std::set<ValueId> result;
+  for (ValueId id : values) {
+    const ValueId base = id == kUndefined ? kUndefined : aliases.of(id).base;
+    if (base != kUndefined && graph.values[base].kind == ValueKind::kParameter) result.insert(base);
+  }
+  return {result.begin(), result.end()};
+}
+
+std::vector<ValueId> StageProgram::read_in_forward() const {
+  std::set<ValueId> values(kept.begin(), kept.end());
+  for (const Parameter& parameter : parameters) values.insert(parameter.value);
+  for (int index : operators) {
+    graph::for_each_argument(graph.operators[index], [&](ValueId id) { values.insert(id); });
+  }
+  return parameters_under(values);
+}
+
+std::vector<ValueId> StageProgram::read_in_backward(const std::vector<int>& regions) const {
+  std::set<ValueId> values;
+  for (const auto& root : roots) values.insert(root.gradient);
+  for (int index : operators) {
+    const graph::Operator& op = graph.operators[index];
+    const bool runs_again = !regions.empty() && regions[index] >= 0;
+    if (!runs_again && !graph::records_history(graph, op)) continue;
+    graph::for_each_argument(op, [&](ValueId id) {
+      if (runs_again || !keeps_no_weight(graph, op, id)) values.insert(id);
+    });
+  }
+  return parameters_under(values);
 }
 
 bool StageProgram::calls_foreign() const {
@@ -297,7 +351,7 @@ bool StageProgram::calls_foreign() const {
   });
 }
 
-std::string StageProgram::why_not_captured() const {
+core::Refusal StageProgram::why_no_device_graphs() const {
   const auto is_of_host = [this](ValueId id) {
     const graph::Value& value = graph.values[id];
     const bool is_constant =
@@ -320,7 +374,7 @@ std::string StageProgram::why_not_captured() const {
     }
     if (on_host) return text() + " computes on the CPU";
   }
-  return "";
+  return std::nullopt;
 }
 
 }  // namespace smp::pipeline

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "graph/alias_analysis.h"
 #include "graph/graph.h"
 #include "partitioner/plan.h"
@@ -82,15 +83,18 @@ struct StageProgram {
   /// The values that it is given to compute from: see `StageRecord::given`.
   std::vector<graph::ValueId> given() const;
 
+  /// The parameters on whose memory its forward reads; or its backward, in which the operators of
+  /// `regions` (per operator of the graph, -1 for none; or empty) run again.
+  std::vector<graph::ValueId> read_in_forward() const;
+  std::vector<graph::ValueId> read_in_backward(const std::vector<int>& regions) const;
+
   /// Whether operators may have the host do more than give the device work: those that are not
   /// libtorch's own (leaves, divided layers).
   bool calls_foreign() const;
-  /// Why an operator cannot be captured as part of a graph of its device, as a sentence without a
-  /// full stop; empty if nothing is known that speaks against it.
-  std::string why_not_captured() const;
-  /// Why `Stage::run_again` cannot run this stage, as a sentence without a full stop; empty if it
-  /// can.
-  std::string why_not_again() const;
+  /// Why its operators cannot be captured as device graphs, as far as is known.
+  core::Refusal why_no_device_graphs() const;
+  /// Why `Stage::run_again` cannot run this stage.
+  core::Refusal why_not_again() const;
 
   const graph::Graph& graph;
   const std::vector<Edge>& edges;
@@ -115,6 +119,7 @@ struct StageProgram {
   std::vector<graph::ValueId> entered;   ///< values that are in the environment after a forward
 
  private:
+  std::vector<graph::ValueId> parameters_under(const std::set<graph::ValueId>& values) const;
   bool backward_may_need(graph::ValueId value) const;
   bool is_copied(graph::ValueId value) const;
   void find_operators(const partitioner::Plan& plan);

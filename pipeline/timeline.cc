@@ -339,7 +339,7 @@ Timeline make_timeline(std::string title, const Schedule& schedule,
   return timeline;
 }
 
-std::vector<Transfer> transfers_of(const StepTimeline& step) {
+std::vector<Delivery> deliveries_of(const StepTimeline& step) {
   using Key = std::tuple<int, Kind, int, int, int>;
   const auto key = [](const Lane& lane, const Action& action) {
     return Key(lane.replica, action.kind, action.stage, action.microbatch, action.peer);
@@ -352,7 +352,7 @@ std::vector<Transfer> transfers_of(const StepTimeline& step) {
       if (action.is_recv()) receives[key(lane, action)] = {l, i};
     }
   }
-  std::vector<Transfer> transfers;
+  std::vector<Delivery> deliveries;
   for (size_t l = 0; l < step.lanes.size(); ++l) {
     const Lane& lane = step.lanes[l];
     for (size_t i = 0; i < lane.actions.size(); ++i) {
@@ -360,10 +360,10 @@ std::vector<Transfer> transfers_of(const StepTimeline& step) {
       if (!action.is_send()) continue;
       const auto found = receives.find(key(lane, counterpart(action)));
       if (found == receives.end()) continue;
-      transfers.push_back({l, i, found->second.first, found->second.second});
+      deliveries.push_back({l, i, found->second.first, found->second.second});
     }
   }
-  return transfers;
+  return deliveries;
 }
 
 // --- text -------------------------------------------------------------------------------------
@@ -481,6 +481,10 @@ std::string describe(const Action& action) {
       return transfer("waits for gradients", "from");
     case Kind::kReduce:
       return fmt::format("reduction of the gradients of stage {}", action.stage);
+    case Kind::kUnshard:
+      return fmt::format("begins to gather the parameters of stage {}", action.stage);
+    case Kind::kReshard:
+      return fmt::format("frees the parameters of stage {}", action.stage);
   }
   return "";
 }

@@ -39,6 +39,7 @@ class Verifier {
       for (size_t i = 0; i < actions.size(); ++i) {
         const auto reason = malformed(rank, actions[i]);
         SMP_CHECK(reason.empty(), at(rank, i), reason);
+        if (actions[i].repeats()) continue;
         auto& position = positions_[index_of(actions[i])];
         SMP_CHECK(position == kNone, at(rank, i), "it was already done at action ", position,
                   ". Every action of a step happens exactly once.");
@@ -123,7 +124,7 @@ class Verifier {
       return c10::str("stage ", stage, " belongs to rank ", schedule_.rank_of(stage),
                       ". Move the action there.");
     }
-    if (action.kind != Kind::kReduce &&
+    if (!action.is_of_stage() &&
         (action.microbatch < 0 || action.microbatch >= schedule_.microbatches())) {
       return c10::str("there is no microbatch ", action.microbatch, ", expected 0 to ",
                       microbatches() - 1, ".");
@@ -287,6 +288,9 @@ class Verifier {
       case Kind::kRecvBackward:
         require_in_order(action, require);
         break;  // Its send is on another rank: the walk's business.
+      case Kind::kUnshard:
+      case Kind::kReshard:
+        break;  // see `verify_unsharding`
     }
   }
 

@@ -26,7 +26,8 @@ struct VerifyOptions {
 /// `smp::Error` that names the first rank, position (from 0) and action at fault unless:
 ///
 /// - every action is about stages, microbatches and edges that exist, on the rank of its stage;
-/// - every forward, backward, send, receive and reduce happens exactly once; each backward is
+/// - every forward, backward, send, receive and reduce happens exactly once (those that gather and
+///   free parameters are for `verify_unsharding`); each backward is
 ///   either whole (B) or split into two halves (I, and later W);
 /// - on each stage forwards, input gradients (B or I) and weight gradients (B or W) go in
 ///   ascending microbatch order, and so do the sends and the receives of each channel;

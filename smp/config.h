@@ -537,7 +537,7 @@ class SMP_API Config {
   }
 
   /// Over how many replicas parameters, gradients and optimizer state are sharded (see
-  /// docs/memory.md); a divisor of their number. More than 1 needs `partitions` of 1, and neither
+  /// docs/memory.md); a divisor of their number. More than 1 goes with neither
   /// `shard_optimizer_state` nor `gradient_accumulation_fusion`. An integer from 1 to 1000000.
   /// Default: 1.
   Config& sharded_data_parallel_degree(int64_t value) {
@@ -563,8 +563,8 @@ class SMP_API Config {
     return std::get<int64_t>(get("sdp_param_persistence_threshold"));
   }
 
-  /// While this many elements of sharded parameters are gathered, no more are gathered ahead. An
-  /// integer from 1 to 1000000000000000. Default: 1000000000.
+  /// How many elements of sharded parameters are whole at one time, unless one unit of a stage
+  /// reads more. An integer from 1 to 1000000000000000. Default: 1000000000.
   Config& sdp_max_live_parameters(int64_t value) { return set("sdp_max_live_parameters", value); }
   int64_t sdp_max_live_parameters() const {
     return std::get<int64_t>(get("sdp_max_live_parameters"));

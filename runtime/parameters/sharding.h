@@ -5,20 +5,21 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
-#include "dp/parameter_window.h"
 #include "dp/sharded_parameters.h"
 #include "graph/graph.h"
-#include "graph/parameter_residency.h"
 #include "runtime/runtime.h"
 
 namespace smp::runtime {
 
 /// Sharded data parallelism (`sharded_data_parallel_degree` above 1): which parameters are divided
-/// over groups of that many consecutive replicas, and the means of programs to run on them.
-/// Internal.
+/// over groups of that many consecutive replicas. Each rank has shards of the parameters that it
+/// owns. Internal.
 class Sharding {
  public:
   /// Divides the parameters of all models, one after the other, so that none needs the memory for
@@ -29,30 +30,22 @@ class Sharding {
   Sharding(Runtime& runtime, const std::function<void(const ParameterTable::Entry&)>& prepare);
 
   const std::shared_ptr<dp::ShardedParameters>& parameters() const { return parameters_; }
-  const std::shared_ptr<dp::ParameterWindow>& window() const { return window_; }
   /// The ranks that have the same shards as this one.
   const comm::CommunicatorPtr& replication_group() const { return replication_group_; }
 
-  /// The index of the divided parameter on which each value of a graph of `runtime`'s models lies,
-  /// or -1.
-  std::vector<int64_t> parameters_of_values(const Runtime& runtime,
-                                            const graph::Graph& graph) const;
+  /// Whether replicas divide the parameter of this name, here or on the rank that owns it. The same
+  /// on all ranks.
+  bool divides(const std::string& name) const { return divided_.count(name) > 0; }
+  /// The number of each value of a graph of `runtime`'s models in `parameters()`, where it is one
+  /// of them.
+  std::vector<std::optional<size_t>> shard_of_value(const Runtime& runtime,
+                                                    const graph::Graph& graph) const;
 
  private:
   comm::CommunicatorPtr replication_group_;
   std::shared_ptr<dp::ShardedParameters> parameters_;
-  std::shared_ptr<dp::ParameterWindow> window_;
+  std::set<std::string> divided_;  // names of divided parameters
 };
-
-/// Has the divided parameters there when a stage that runs `graph` reads them.
-///
-/// The forward gathers them in the order in which the operators read them (through views, too). The
-/// first backward goes the other way round; it notes in which order they are needed, which the
-/// following ones use. Parameters that a leaf module reads stay until the microbatch's backward is
-/// over, since that may take another way on each rank.
-std::shared_ptr<graph::ParameterResidency> make_residency(const Runtime& runtime,
-                                                          const graph::Graph& graph,
-                                                          int microbatches);
 
 /// The divided parameters in the order in which the gradients of a graph become ready, among
 /// `values`.

@@ -109,12 +109,11 @@ class StepPlanner {
   Schedule make(std::string& name, std::string& report) const {
     if (!trains_) return generate(name = "forward_only");
     if (name == "file") return load();
-    const std::string misplaced = pipeline::schedule_kind(name).misplacement(options_);
-    if (!misplaced.empty() && (settled_ || ranks_ == 1)) {
-      report =
-          c10::str("The schedule \"", name, "\" cannot run ",
-                   ranks_ == 1 ? "on one partition: " : "another graph of the program: ", misplaced,
-                   " It runs \"interleaved\" instead.");
+    const core::Refusal misplaced = pipeline::schedule_kind(name).why_misplaced(options_);
+    if (misplaced && (settled_ || ranks_ == 1)) {
+      report = c10::str("The schedule \"", name, "\" cannot run ",
+                        ranks_ == 1 ? "on one partition: " : "another graph of the program: ",
+                        *misplaced, ". It runs \"interleaved\" instead.");
       name = "interleaved";
     }
     return generate(name);

@@ -15,7 +15,6 @@
 #include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/plan_file.h"
-#include "runtime/update/optimizer_states.h"
 
 namespace smp::runtime {
 namespace {
@@ -228,7 +227,7 @@ partitioner::StepModel step_model(const Runtime& runtime, int microbatches) {
                          runtime.topology().rdp_size());
   step.shards(runtime.shards_of_replica());
   step.costs(runtime.first_step.costs);
-  step.optimizer_states(runtime.optimizer_states->factors());
+  step.optimizer_states(runtime.first_step.state_factors);
   // One more is being written.
   if (!runtime.device().is_cpu()) step.messages(runtime.execution.messages_ahead + 1);
   if (limited_by_devices(runtime)) step.memory_limit(runtime.first_step.device_share);

@@ -20,6 +20,7 @@
 #include "runtime/parameters/storage.h"
 #include "runtime/step/microbatches.h"
 #include "runtime/step/pipeline_choice.h"
+#include "runtime/step/units.h"
 #include "runtime/update/update_watch.h"
 
 namespace smp::runtime {
@@ -56,10 +57,13 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   core::return_scratch_memory();  // memory of the sizes that other programs compute with
   const Config& config = runtime_->config();
   const int ranks = pipeline_->size();
-  auto step = plan_step(
-      config, runtime_->first_step.schedule, *graph_, plan_, ranks,
-      step_model(*runtime_, static_cast<int>(microbatches_)).largest_region(planned.largest_region),
-      settled);
+  const auto model =
+      step_model(*runtime_, static_cast<int>(microbatches_)).largest_region(planned.largest_region);
+  auto step =
+      plan_step(config, runtime_->first_step.schedule, *graph_, plan_, ranks, model, settled);
+  if (const Sharding* sharding = runtime_->sharding()) {
+    divide_into_units(config, *sharding, *graph_, planned.regions, model, plan_, step);
+  }
   find_copies();
   if (runtime_->sharding()) {
     const auto& divided = runtime_->sharding()->parameters()->parameters();
@@ -270,6 +274,19 @@ void Program::finish_training(const std::string& name, ReplicaPace pace) {
   losses_.report(*runtime_, name, bad_ones);
 }
 
+/// A copy of a tensor for other ranks, gathered from its shards if it has some. Collective over the
+/// ranks that have them together.
+at::Tensor Program::whole_copy(const ParameterTable::Entry& entry) const {
+  const auto shard = entry.shard();
+  if (!shard) return entry.tensor.detach().contiguous();
+  dp::ShardedParameters& parameters = *runtime_->sharding()->parameters();
+  parameters.gather(*shard);
+  parameters.wait(*shard);
+  const at::Tensor copy = entry.tensor.detach().clone(at::MemoryFormat::Contiguous);
+  parameters.release(*shard);
+  return copy;
+}
+
 /// Parameters that an optimizer may have changed, and buffers that a step may have: from their
 /// owners to the stages that read them too.
 void Program::refresh_replicas() {
@@ -284,7 +301,7 @@ void Program::refresh_replicas() {
     const at::Tensor& tensor = entry.tensor;
     const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
     if (copied.from == pipeline_->rank()) {
-      copies.push_back(tensor.detach().contiguous());
+      copies.push_back(whole_copy(entry));
       sends.push_back(pipeline_->isend(copies.back(), copied.to, tag));
     } else if (copied.to == pipeline_->rank()) {
       const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
@@ -390,7 +407,7 @@ pipeline::Executor::Step Program::operands(const Inputs& inputs) {
   if (graph_->trains()) step.gradients = &gradients_;
   step.keeps_history = !inputs.detach_outputs;
   step.keeps_losses = losses_.begin(*runtime_, inputs.step_call);
-  step.why_no_graphs = why_no_graphs(inputs);
+  step.why_no_device_graphs = why_no_device_graphs(inputs);
   return step;
 }
 
@@ -404,13 +421,15 @@ bool Program::changes_numbers() const {
 }
 
 /// See `Executor::Step`.
-std::string Program::why_no_graphs(const Inputs& inputs) const {
+core::Refusal Program::why_no_device_graphs(const Inputs& inputs) const {
   if (changes_numbers()) return "numbers that the step function uses change between its calls";
   if (replay_check_ || hashed_)
     return "computations are recorded (\"replay_check\", \"record_hashes\")";
   if (runtime_->config().gradient_accumulation_fusion())
     return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";
-  return inputs.detach_outputs ? "" : "outputs keep their history (detach_outputs(false))";
+  if (runtime_->sharding()) return "parameters are divided (\"sharded_data_parallel_degree\")";
+  if (!inputs.detach_outputs) return "outputs keep their history (detach_outputs(false))";
+  return std::nullopt;
 }
 
 /// The number, among the microbatches of all ranks, of one that this rank runs. With tensor

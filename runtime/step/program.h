@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/refusal.h"
 #include "dp/gradient_buckets.h"
 #include "dp/sharded_gradients.h"
 #include "graph/graph.h"
@@ -81,6 +82,7 @@ class Program : public std::enable_shared_from_this<Program> {
   std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
       const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
   void find_copies();
+  at::Tensor whole_copy(const ParameterTable::Entry& entry) const;
   void refresh_replicas();
   void begin_together(const ReplicaJoin::Step& step);
   void broadcast_buffers(int source);
@@ -96,7 +98,7 @@ class Program : public std::enable_shared_from_this<Program> {
   pipeline::Executor::Step operands(const Inputs& inputs);
   void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
   bool changes_numbers() const;
-  std::string why_no_graphs(const Inputs& inputs) const;
+  core::Refusal why_no_device_graphs(const Inputs& inputs) const;
   bool has_overrides() const {
     return !overridden_constants_.empty() || !overridden_contents_.empty();
   }

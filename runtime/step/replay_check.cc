@@ -60,12 +60,11 @@ uint64_t hash_at(const std::string& bytes, size_t index) {
   return hash;
 }
 
-/// The first parameter of which replicas hold other bits, as a sentence without a full stop; empty
-/// if there is none. Looks at parameters that this rank owns and has whole. Collective over the
-/// replicas.
-std::string differing_weight(const Runtime& runtime) {
+/// The first parameter of which replicas hold other bits, as a clause without a full stop. Looks at
+/// parameters that this rank owns and has whole. Collective over the replicas.
+std::optional<std::string> differing_weight(const Runtime& runtime) {
   comm::Communicator& replicas = *runtime.replicas();
-  if (replicas.size() == 1) return "";
+  if (replicas.size() == 1) return std::nullopt;
   std::vector<const ParameterTable::Entry*> entries;
   std::vector<at::Tensor> weights;
   for (const auto& entry : runtime.table().entries()) {
@@ -75,7 +74,7 @@ std::string differing_weight(const Runtime& runtime) {
   }
   const std::string mine = bytes_of(graph::hashes_in_place(weights));
   const auto digests = comm::all_gather_bytes(replicas, std::to_string(hash_of(mine)));
-  if (first_other(digests) == 0) return "";
+  if (first_other(digests) == 0) return std::nullopt;
   const auto all = comm::all_gather_bytes(replicas, mine);
   const size_t other = first_other(all);
   size_t index = 0;
@@ -128,8 +127,8 @@ void ReplayCheck::begin_step(Step step) {
   const auto index = static_cast<int>(turn % count);
   peers_ = peers_for(index);
   if (peers_.to == -1) return;
-  const std::string why_not = stage(index).program().why_not_again();
-  if (why_not.empty()) {
+  const core::Refusal refusal = stage(index).program().why_not_again();
+  if (!refusal) {
     case_.emplace();
     case_->graph = rows_->fingerprint();
     case_->stage = index;
@@ -139,7 +138,7 @@ void ReplayCheck::begin_step(Step step) {
   if (peers_.to != me()) send({at::zeros({2}, at::kLong)});
   if (!refused_.insert(index).second) return;
   core::log_warning(c10::str("replay_check does not run stage ", index, " of step function \"",
-                             step_.function, "\" again: ", why_not));
+                             step_.function, "\" again: ", *refusal));
 }
 
 bool ReplayCheck::watches(int stage, int microbatch) const {
@@ -261,21 +260,21 @@ std::optional<ReplayCase> ReplayCheck::receive() {
   return run;
 }
 
-/// The difference, as a sentence without a full stop; empty: nothing, or it is not this rank's to
-/// run again.
-std::string ReplayCheck::replay() {
-  if (peers_.from == -1) return "";
+/// The difference, as a clause without a full stop. Nothing: there is none, or it is not this
+/// rank's to run again.
+std::optional<std::string> ReplayCheck::replay() {
+  if (peers_.from == -1) return std::nullopt;
   const auto run = peers_.from == me() ? std::exchange(case_, std::nullopt) : receive();
-  return run ? compare(*run) : "";
+  return run ? compare(*run) : std::nullopt;
 }
 
-std::string ReplayCheck::compare(const ReplayCase& run) {
+std::optional<std::string> ReplayCheck::compare(const ReplayCase& run) {
   pipeline::Stage& stage = this->stage(run.stage);
   stage.apply(run.constants, {});
   StageRecord again;
   stage.run_again(run.given, run.key, again);
   const TensorHash* found = find_difference(run.hashes, again.hashes, *rows_);
-  if (found == nullptr) return "";
+  if (found == nullptr) return std::nullopt;
   StageRecord third;
   stage.run_again(run.given, run.key, third);
   const auto hash_in = [&](const StageRecord& record) {
@@ -300,15 +299,15 @@ std::string ReplayCheck::compare(const ReplayCase& run) {
 
 void ReplayCheck::finish() {
   if (!is_due_) return;
-  std::string found = replay();
+  std::optional<std::string> found = replay();
   for (const WorkPtr& sending : sends_) sending->wait();
   sends_.clear();
   sent_.clear();
   case_.reset();
   is_due_ = false;
-  const std::string weight = differing_weight(runtime_);
-  if (found.empty()) found = weight;
-  for (const std::string& text : comm::all_gather_bytes(*runtime_.world(), found)) {
+  const auto weight = differing_weight(runtime_);
+  if (!found) found = weight;
+  for (const std::string& text : comm::all_gather_bytes(*runtime_.world(), found.value_or(""))) {
     SMP_CHECK_WITH(CorruptionError, text.empty(), "replay_check, in training step ",
                    runtime_.progress.training_steps + 1, ", step function \"", step_.function,
                    "\": ", text,

@@ -13,8 +13,8 @@
 
 #include "comm/communicator.h"
 #include "graph/graph.h"
+#include "graph/graph_map.h"
 #include "graph/random.h"
-#include "graph/tracer.h"
 #include "partitioner/plan.h"
 #include "pipeline/observer.h"
 #include "pipeline/stage.h"
@@ -86,8 +86,8 @@ class ReplayCheck final : public pipeline::Observer {
   void send(const ReplayCase& run);
   void send(const std::vector<at::Tensor>& parts);
   std::optional<ReplayCase> receive();
-  std::string replay();
-  std::string compare(const ReplayCase& run);
+  std::optional<std::string> replay();
+  std::optional<std::string> compare(const ReplayCase& run);
 
   Runtime& runtime_;
   const graph::Graph& graph_;

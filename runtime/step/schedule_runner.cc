@@ -37,7 +37,8 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
     runtime.execution.timeline = TimelineState::kRecorded;
     writes_timeline_ = true;
   }
-  if (is_auto() && runtime.execution.trial_steps > 0) {
+  // A trial knows the costs of stages, and not those of their units.
+  if (is_auto() && runtime.execution.trial_steps > 0 && !runtime.sharding()) {
     trial_ = std::make_unique<ScheduleTrial>(step.options, step);
   }
   if (trial_ || writes_timeline_) record();
@@ -75,12 +76,13 @@ void ScheduleRunner::add_stages(int microbatches) {
     auto stage = std::make_unique<pipeline::Stage>(graph_, plan_, executor_->edges(), index,
                                                    microbatches, runtime_.table().tensors());
     if (!regions_.empty()) stage->set_regions(regions_, store);
-    if (runtime_.sharding()) {
-      stage->set_residency(make_residency(runtime_, graph_, microbatches));
-    }
     executor_->add_stage(std::move(stage));
   }
-  if (config.cuda_graphs() != "off") executor_->use_graphs(config.cuda_graphs() == "on");
+  if (const Sharding* sharding = runtime_.sharding()) {
+    executor_->use_shards(sharding->parameters(), sharding->shard_of_value(runtime_, graph_),
+                          regions_);
+  }
+  if (config.cuda_graphs() != "off") executor_->use_device_graphs(config.cuda_graphs() == "on");
 }
 
 /// Begins to record a part of the trial, or the timeline.

@@ -139,7 +139,8 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   runtime_->progress.step_functions.check_resumed(name_);
   if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);
-  Batches batches = exchange(with_step_values(*runtime_, from_source(given)));
+  Batches batches =
+      exchange(with_step_values(runtime_->step_inputs, runtime_->device(), from_source(given)));
   const StepCall& call = batches.front();
   std::vector<std::vector<at::Tensor>> inputs = split(batches, call.microbatches);
   const Traced traced = guard_is_due(call, inputs[0]) ? guard(call, inputs) : *last_;
@@ -325,7 +326,7 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
   options.table = &runtime_->table().tensors();
   options.wholes = &runtime_->step_inputs.wholes;
   options.why_no_constant = [&](const at::Tensor& tensor) {
-    return why_not_captured(call, runtime_->step_inputs, tensor);
+    return why_no_constant(call, runtime_->step_inputs, tensor);
   };
   options.execute = execute;
   options.random = random_key();

@@ -325,9 +325,6 @@ TEST(Config, RulesBetweenParameters) {
   EXPECT_TRUE(mentions(R"({"tensor_parallel_degree": 2})",
                        "\"tensor_parallel_degree\": `tensor_parallel_degree` > 1 needs `ddp` to be "
                        "set as well"));
-  EXPECT_TRUE(mentions(R"({"sharded_data_parallel_degree": 2, "partitions": 2})",
-                       "\"sharded_data_parallel_degree\": a degree of 2 needs \"partitions\" to be "
-                       "1, got 2."));
   EXPECT_TRUE(mentions(R"({"sharded_data_parallel_degree": 2, "shard_optimizer_state": true})",
                        "\"sharded_data_parallel_degree\": a degree of 2 needs "
                        "\"shard_optimizer_state\" to be false, got true."));

@@ -13,15 +13,11 @@
 
 #include "comm/threads/run_ranks.h"
 #include "core/check.h"
-#include "dp/parameter_window.h"
 #include "dp/sharded_gradients.h"
 #include "tests/error_of.h"
 
 namespace smp::dp {
 namespace {
-
-using Event = ParameterWindow::Event;
-using ShardEvents = std::vector<std::pair<Event, size_t>>;
 
 /// Tensors of several shapes, one with the strides of a transpose, one smaller than a rank's shard.
 std::vector<at::Tensor> make_shards() {
@@ -115,93 +111,31 @@ TEST(ShardedParameters, OthersCannotBeDivided) {
   EXPECT_FALSE(ShardedParameters::is_divisible(at::zeros({0})));
 }
 
-/// Runs `body` on two ranks, on six parameters of 100 elements; returns the events of the first.
-ShardEvents events_of(int64_t max_live, const std::function<void(ParameterWindow&)>& body) {
-  ShardEvents events;
-  comm::run_ranks(2, [&](const comm::CommunicatorPtr& group) {
-    const auto sharded = std::make_shared<ShardedParameters>(group);
-    for (int i = 0; i < 6; ++i) sharded->add(at::full({100}, i), std::to_string(i));
-    ParameterWindow window(sharded, max_live);
-    window.on_event = [&](Event event, size_t parameter) {
-      if (event == Event::kUse) {
-        EXPECT_EQ(sharded->parameter(parameter).min().item<int>(), parameter);
-      }
-      if (group->rank() == 0) events.emplace_back(event, parameter);
-    };
-    body(window);
-    window.expect({});
-    EXPECT_EQ(window.live(), 0);
+/// Data are there from the first gather to the last release.
+TEST(ShardedParameters, SeveralMayUseOne) {
+  comm::run_ranks(2, [](const comm::CommunicatorPtr& group) {
+    ShardedParameters sharded(group);
+    for (int i = 0; i < 3; ++i) sharded.add(at::full({100}, i), std::to_string(i));
+    sharded.gather(1);
+    sharded.gather(2);
+    sharded.gather(1);
+    EXPECT_EQ(sharded.live(), 200);
+    sharded.wait(1);
+    sharded.release(1);
+    EXPECT_EQ(sharded.parameter(1).min().item<int>(), 1);
+    sharded.release(1);
+    EXPECT_FALSE(sharded.is_live(1));
+    EXPECT_EQ(sharded.parameter(1).storage().nbytes(), 0U);
+    EXPECT_EQ(sharded.live(), 100);
+    sharded.release(2);  // while it is under way
+    EXPECT_EQ(sharded.live(), 0);
+    EXPECT_EQ(sharded.peak_live(), 200);
+    sharded.lend();
+    EXPECT_EQ(sharded.parameter(2).max().item<int>(), 2);
+    sharded.gather(0);  // its step fails
+    sharded.take_back();
+    EXPECT_EQ(sharded.live(), 0);
   });
-  return events;
-}
-
-constexpr Event kGather = Event::kGather, kUse = Event::kUse, kRelease = Event::kRelease;
-
-TEST(ParameterWindow, GathersAheadAndFreesBehind) {
-  const auto events = events_of(100000, [](ParameterWindow& window) {
-    window.expect({0, 1, 2, 3, 4, 5});
-    for (size_t p = 0; p < 6; ++p) {
-      window.acquire({p});
-      window.release({p});
-    }
-    EXPECT_EQ(window.peak_live(), 500);  // those in use and four ahead
-  });
-  const ShardEvents expected{
-      {kGather, 0},  {kGather, 1},  {kGather, 2}, {kGather, 3},  {kGather, 4}, {kUse, 0},
-      {kRelease, 0}, {kGather, 5},  {kUse, 1},    {kRelease, 1}, {kUse, 2},    {kRelease, 2},
-      {kUse, 3},     {kRelease, 3}, {kUse, 4},    {kRelease, 4}, {kUse, 5},    {kRelease, 5}};
-  EXPECT_EQ(events, expected);
-}
-
-TEST(ParameterWindow, PausesAtTheLimit) {
-  const auto events = events_of(250, [](ParameterWindow& window) {
-    window.expect({0, 1, 2, 3});
-    for (size_t p = 0; p < 4; ++p) {
-      window.acquire({p});
-      EXPECT_LE(window.live(), 250);
-      window.release({p});
-    }
-    EXPECT_EQ(window.peak_live(), 200);
-  });
-  const ShardEvents expected{{kGather, 0}, {kGather, 1},  {kUse, 0},     {kRelease, 0},
-                             {kGather, 2}, {kUse, 1},     {kRelease, 1}, {kGather, 3},
-                             {kUse, 2},    {kRelease, 2}, {kUse, 3},     {kRelease, 3}};
-  EXPECT_EQ(events, expected);
-}
-
-/// Needed parameters are there whatever the limit; those gathered ahead make room.
-TEST(ParameterWindow, NeedsGoBeforeTheLimit) {
-  const auto events = events_of(200, [](ParameterWindow& window) {
-    window.expect({0, 1, 2});
-    window.acquire({4, 5});  // not expected
-    EXPECT_EQ(window.live(), 200);
-    window.acquire({0});  // while the others are in use
-    EXPECT_EQ(window.live(), 300);
-    window.release({4, 5});
-    window.release({0});
-  });
-  const ShardEvents expected{{kGather, 0},  {kGather, 1}, {kRelease, 1}, {kGather, 4},
-                             {kRelease, 0}, {kGather, 5}, {kUse, 4},     {kUse, 5},
-                             {kGather, 0},  {kUse, 0},    {kRelease, 4}, {kRelease, 5},
-                             {kRelease, 0}};
-  EXPECT_EQ(events, expected);
-}
-
-/// A parameter that is used again soon stays, and uses that do not come are passed over.
-TEST(ParameterWindow, KeepsWhatIsUsedAgain) {
-  const auto events = events_of(100000, [](ParameterWindow& window) {
-    window.expect({0, 1, 0, 2});
-    window.acquire({0});
-    window.acquire({0});  // a use by another user meanwhile
-    window.release({0});
-    window.release({0});
-    window.acquire({2});
-    window.release({2});
-  });
-  // The second use of 0 passes over that of 1, and the use of 2 frees both.
-  const ShardEvents expected{{kGather, 0}, {kGather, 1},  {kGather, 2}, {kUse, 0},    {kRelease, 1},
-                             {kUse, 0},    {kRelease, 0}, {kUse, 2},    {kRelease, 2}};
-  EXPECT_EQ(events, expected);
 }
 
 struct ShardedCase {

@@ -385,9 +385,9 @@ TEST(Predict, WholeParametersAndTheirSumsHaveTheirLimits) {
     return predict_on_one_rank(b, StepModel(microbatches).sharding(sharding)).working / 4;
   };
   const int64_t all = 210;
-  EXPECT_EQ(working(2, 1000, 1000), 20 + 30 + 40 + 50 + 60 + all) << "one and the next four";
+  EXPECT_EQ(working(2, 1000, 1000), 30 + 40 + 50 + 60 + all) << "two units of two";
   EXPECT_EQ(working(2, 115, 1000), 50 + 60 + all);
-  EXPECT_EQ(working(2, 1, 1000), 60 + all) << "what one operator reads";
+  EXPECT_EQ(working(2, 1, 1000), 60 + all) << "units of one";
   EXPECT_EQ(working(1, 1, 70), 60 + 2 * 70);
   EXPECT_EQ(working(1, 1, 10), 60 + 2 * 60) << "the largest has a bucket for itself";
   EXPECT_EQ(working(1, 1, 210), 60 + all);

@@ -35,6 +35,8 @@ TEST(Action, PrintsAndParses) {
       {send_backward(12, 345, 6), "12SEND_B345>6"},
       {recv_backward(0, 3, 1), "0RECV_B3<1"},
       {reduce_of(1), "1REDUCE"},
+      {unshard_of(3), "3UNSHARD"},
+      {reshard_of(3), "3RESHARD"},
   };
   for (const auto& [action, text] : cases) {
     EXPECT_EQ(to_string(action), text);

@@ -120,7 +120,7 @@ struct Layout {
     if (replicas == 1) return;
     const int sharding = below(random, 4);
     shards_state = sharding == 0;
-    shards_parameters = sharding == 1 && stages == 1 && !numbers.fuses;
+    shards_parameters = sharding == 1 && !numbers.fuses;
     hook = sharding > 1 && numbers.shards == replicas && coin(random);
     views = coin(random);
     overlaps = coin(random);

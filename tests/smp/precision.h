@@ -71,7 +71,8 @@ inline std::vector<Layout> layouts() {
           {2, 2, "interleaved"},
           {2, 2, "1f1b", true},
           {1, 2, "interleaved", true},
-          {1, 2, "simple", false, 2}};
+          {1, 2, "simple", false, 2},
+          {2, 2, "1f1b", false, 2}};
 }
 
 /// Embeds its inputs, normalises, and has dropout and a parameter that nothing uses.

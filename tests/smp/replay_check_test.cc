@@ -257,6 +257,8 @@ TEST(ReplayCheck, ChangesNoBits) {
       {2, config_of(2, 1), true},
       {2, config_of(2, 1).gradient_accumulation_fusion(true), false},
       {2, config_of(1, 2).shard_optimizer_state(true), false},
+      {4, config_of(2, 2).sharded_data_parallel_degree(2).sdp_param_persistence_threshold(0),
+       false},
       {2, config_of(1, 2).sharded_data_parallel_degree(2).sdp_param_persistence_threshold(0),
        false},
       {4, config_of(2, 2).tensor_parallel_degree(2).ddp(true), false},
