@@ -465,6 +465,14 @@ TEST(StoreWorld, LongMessagesBothWaysBeforeAnyReceive) {
   });
 }
 
+// The variables by which torchrun tells a rank its world.
+Pairs torchrun_pairs(int rank, int size, int port) {
+  return {{"RANK", std::to_string(rank)},
+          {"WORLD_SIZE", std::to_string(size)},
+          {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", std::to_string(port)}};
+}
+
 TEST(Torchrun, NeedsAllVariables) {
   const Variables some({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "127.0.0.1"}});
   EXPECT_TRUE(under_torchrun());
@@ -484,10 +492,7 @@ TEST(Torchrun, RefusesNumbersThatAreNone) {
 
 TEST(Torchrun, SaysWhyThereIsNoStore) {
   const auto other = launchers_store();
-  const Variables all({{"RANK", "0"},
-                       {"WORLD_SIZE", "2"},
-                       {"MASTER_ADDR", "127.0.0.1"},
-                       {"MASTER_PORT", std::to_string(other->getPort())}});
+  const Variables all(torchrun_pairs(0, 2, other->getPort()));
   EXPECT_THAT(error_of<CommError>([] { make_torchrun_world(milliseconds(60'000)); }),
               AllOf(HasSubstr("rank 0 cannot open the store at 127.0.0.1 port"),
                     HasSubstr("Choose another MASTER_PORT if it is in use.")));
@@ -533,10 +538,7 @@ TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
   ASSERT_EQ(bind(silent, reinterpret_cast<const sockaddr*>(&address), length), 0);
   ASSERT_EQ(listen(silent, 5), 0);
   ASSERT_EQ(getsockname(silent, reinterpret_cast<sockaddr*>(&address), &length), 0);
-  const Variables all({{"RANK", "1"},
-                       {"WORLD_SIZE", "2"},
-                       {"MASTER_ADDR", "127.0.0.1"},
-                       {"MASTER_PORT", std::to_string(ntohs(address.sin_port))}});
+  const Variables all(torchrun_pairs(1, 2, ntohs(address.sin_port)));
   EXPECT_THAT(
       error_of<CommError>([] { make_torchrun_world(milliseconds(300)); }),
       ::testing::AnyOf(HasSubstr("rank 1 has had no answer from the store at 127.0.0.1 port"),
@@ -545,20 +547,17 @@ TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
 }
 
 // The error of a rank of a new process, in which no other test closes a descriptor meanwhile. The
-// rank's own socket may take the last descriptor, or the store's thread.
+// store keeps every connection; the last descriptor may be the rank's or the store's.
 [[noreturn]] void meet_at_a_full_store() {
   const auto full = launchers_store();
-  const Variables all({{"RANK", "1"},
-                       {"WORLD_SIZE", "2"},
-                       {"MASTER_ADDR", "127.0.0.1"},
-                       {"MASTER_PORT", std::to_string(full->getPort())}});
+  const Variables all(torchrun_pairs(1, 2, full->getPort()));
   const int last = dup(0);
   close(last);
   rlimit before{};
   getrlimit(RLIMIT_NOFILE, &before);
-  std::string text = "no port can be opened: Too many open files";
-  for (int left = 1; left <= 3; ++left) {
-    if (text.find("no port can be opened: Too many open files") == std::string::npos) break;
+  const std::string no_port = "no port can be opened: Too many open files";
+  std::string text = no_port;
+  for (int left = 1; left <= 3 && text.find(no_port) != std::string::npos; ++left) {
     const rlimit few{static_cast<rlim_t>(last + left), before.rlim_max};
     setrlimit(RLIMIT_NOFILE, &few);
     text = error_of<CommError>([] { make_torchrun_world(milliseconds(300)); });
@@ -569,7 +568,6 @@ TEST(Torchrun, AStoreThatNeverOpensIsNotWaitedForLonger) {
   _exit(0);
 }
 
-// c10d's store keeps every connection.
 TEST(Torchrun, AStoreThatStrangersHaveFilledIsNamed) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");  // in a process that starts anew
   EXPECT_EXIT(meet_at_a_full_store(), ::testing::ExitedWithCode(0),
@@ -580,11 +578,8 @@ TEST(Torchrun, AStoreThatStrangersHaveFilledIsNamed) {
 // A world of its own process, which has then met all it ever will.
 void meet_once() {
   const auto launcher = launchers_store();
-  const Variables all({{"RANK", "0"},
-                       {"WORLD_SIZE", "1"},
-                       {"MASTER_ADDR", "127.0.0.1"},
-                       {"MASTER_PORT", std::to_string(launcher->getPort())},
-                       {"TORCHELASTIC_USE_AGENT_STORE", "True"}});
+  const Variables all(torchrun_pairs(0, 1, launcher->getPort()));
+  const Variables own(Pairs{{"TORCHELASTIC_USE_AGENT_STORE", "True"}});
   EXPECT_EQ(make_torchrun_world()->size(), 1);
   EXPECT_EQ(torchrun_hosts().local_size, 1);
   finalize_torchrun_world();
