@@ -17,7 +17,7 @@ std::unique_ptr<std::byte[]> make_buffer(size_t bytes) {
 
 }  // namespace
 
-void MessageMatcher::post(Transfer receive) {
+void MessageMatcher::post(PendingMessage receive) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (aborted_) {
     return;
@@ -50,7 +50,7 @@ void MessageMatcher::post(Transfer receive) {
 
 void MessageMatcher::deliver(const Address& address, const void* data, size_t bytes) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (const Transfer receive = take_receive(address); receive.operation) {
+  if (const PendingMessage receive = take_receive(address); receive.operation) {
     lock.unlock();
     complete(receive, data, bytes);
     return;
@@ -68,7 +68,7 @@ void MessageMatcher::deliver(const Address& address, const void* data, size_t by
 MessageMatcher::Arrival MessageMatcher::begin(const Address& address, size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   Arrival arrival;
-  Transfer receive = take_receive(address);
+  PendingMessage receive = take_receive(address);
   if (receive.operation && receive.message.bytes == bytes) {
     arrival.data_ = static_cast<std::byte*>(receive.message.data);
     arrival.receive_ = std::move(receive);
@@ -91,7 +91,7 @@ void MessageMatcher::end(const Arrival& arrival) {
     return;
   }
   Unexpected& message = *arrival.unexpected_;
-  Transfer receive;
+  PendingMessage receive;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     message.is_complete = true;
@@ -138,7 +138,8 @@ void MessageMatcher::abort() {
 }
 
 // Where the message lies that a receive takes: of those that it may take, the first that has come.
-MessageMatcher::QueuesByAddress::iterator MessageMatcher::find_message(const Transfer& receive) {
+MessageMatcher::QueuesByAddress::iterator MessageMatcher::find_message(
+    const PendingMessage& receive) {
   const int peer = receive.message.peer;
   const int begin = peer == kAnyRank ? 0 : peer;
   const int end = peer == kAnyRank ? receive.group().size : peer + 1;
@@ -169,7 +170,7 @@ MessageMatcher::QueuesByAddress::iterator MessageMatcher::find_receive(const Add
 }
 
 // Why no message can come for this receive; empty while one can.
-std::string MessageMatcher::departure_of_sources(const Transfer& receive) const {
+std::string MessageMatcher::departure_of_sources(const PendingMessage& receive) const {
   const GroupState& group = receive.group();
   std::string error;
   for (int rank = 0; rank < group.size; ++rank) {
@@ -188,13 +189,13 @@ std::string MessageMatcher::departure_of_sources(const Transfer& receive) const 
 }
 
 // The receive that is posted for a message; one without an operation if there is none.
-Transfer MessageMatcher::take_receive(const Address& address) {
+PendingMessage MessageMatcher::take_receive(const Address& address) {
   const auto found = find_receive(address);
   if (found == queues_.end()) {
     return {};
   }
   std::list<Receive>& receives = found->second.receives;
-  Transfer receive = std::move(receives.front().transfer);
+  PendingMessage receive = std::move(receives.front().transfer);
   receives.pop_front();
   if (receives.empty()) {
     queues_.erase(found);
@@ -209,7 +210,7 @@ void MessageMatcher::keep(const Address& address, std::shared_ptr<Unexpected> me
   }
 }
 
-void MessageMatcher::complete(const Transfer& receive, const void* data, size_t bytes) {
+void MessageMatcher::complete(const PendingMessage& receive, const void* data, size_t bytes) {
   if (bytes != receive.message.bytes) {
     receive.done(transport_, receive.length_mismatch(bytes));
     return;

@@ -31,8 +31,8 @@ class MessageMatcher {
     std::unique_ptr<std::byte[]> data;
     size_t bytes;
     bool is_complete;
-    uint64_t number = 0;  // in order of arrival
-    Transfer receive{};   // once it is posted
+    uint64_t number = 0;       // in order of arrival
+    PendingMessage receive{};  // once it is posted
   };
 
  public:
@@ -46,7 +46,8 @@ class MessageMatcher {
     friend class MessageMatcher;
 
     std::byte* data_ = nullptr;
-    Transfer receive_{};  // receive whose tensor the bytes go into; otherwise they go into the next
+    PendingMessage
+        receive_{};  // receive whose tensor the bytes go into; otherwise they go into the next
     std::shared_ptr<Unexpected> unexpected_;
   };
 
@@ -54,7 +55,7 @@ class MessageMatcher {
   explicit MessageMatcher(Transport& transport) : transport_(transport) {}
 
   /// Posts a receive of this rank. Fails it if its source has departed and left no message for it.
-  void post(Transfer receive);
+  void post(PendingMessage receive);
 
   /// A message that is there as a whole; its bytes are copied before this returns.
   void deliver(const Address& address, const void* data, size_t bytes);
@@ -76,7 +77,7 @@ class MessageMatcher {
 
  private:
   struct Receive {
-    Transfer transfer;
+    PendingMessage transfer;
     uint64_t number;  // in the order posted
   };
 
@@ -88,12 +89,12 @@ class MessageMatcher {
   };
   using QueuesByAddress = std::map<Address, Queues>;
 
-  QueuesByAddress::iterator find_message(const Transfer& receive);
+  QueuesByAddress::iterator find_message(const PendingMessage& receive);
   QueuesByAddress::iterator find_receive(const Address& address);
-  std::string departure_of_sources(const Transfer& receive) const;
-  Transfer take_receive(const Address& address);
+  std::string departure_of_sources(const PendingMessage& receive) const;
+  PendingMessage take_receive(const Address& address);
   void keep(const Address& address, std::shared_ptr<Unexpected> message);
-  void complete(const Transfer& receive, const void* data, size_t bytes);
+  void complete(const PendingMessage& receive, const void* data, size_t bytes);
 
   Transport& transport_;
   mutable std::mutex mutex_;  // guards everything below

@@ -165,15 +165,15 @@ std::shared_ptr<GroupState> world_group(int rank, int size) {
   return group;
 }
 
-const GroupState& Transfer::group() const { return operation->group(); }
+const GroupState& PendingMessage::group() const { return operation->group(); }
 
-std::string Transfer::length_mismatch(size_t got) const {
+std::string PendingMessage::length_mismatch(size_t got) const {
   return c10::str("expected a message of ", message.bytes, " bytes from ",
                   text_of(group(), {message.peer}), ", got one of ", got,
                   " bytes. Both sides must pass tensors of the same number of bytes.");
 }
 
-void Transfer::done(Transport& transport, const std::string& error) const {
+void PendingMessage::done(Transport& transport, const std::string& error) const {
   operation->transfer_done(transport, index, message.peer, error);
 }
 

@@ -42,7 +42,7 @@ struct GroupState {
 std::shared_ptr<GroupState> world_group(int rank, int size);
 
 /// One message of an operation under way. Holds the operation, and so its memory, alive.
-struct Transfer {
+struct PendingMessage {
   Message message;
   Tag tag;
   std::shared_ptr<Operation> operation;
@@ -69,7 +69,7 @@ class Transport {
   virtual ~Transport() = default;
 
   /// Starts a transfer. May call its `done` before it returns.
-  virtual void start(Transfer transfer) = 0;
+  virtual void start(PendingMessage transfer) = 0;
 
   /// Makes the progress that is possible without blocking: none where other threads make it.
   virtual void poll() {}

@@ -31,7 +31,7 @@ class LoadedProgram {
   /// Reads an archive. Throws `CheckpointError` for an archive that cannot be loaded.
   explicit LoadedProgram(const std::string& path);
 
-  const Program& program() const { return program_; }
+  const ExportedProgram& program() const { return program_; }
   /// Its parameters and buffers, in the program's order. Tied ones are the same tensor.
   const std::vector<ModelTensor>& tensors() const { return tensors_; }
   /// Its parameters and buffers become those of `other`. Throws `CheckpointError` where that lacks
@@ -57,7 +57,7 @@ class LoadedProgram {
   c10::IValue finish(const std::vector<c10::IValue>& results,
                      const std::vector<c10::IValue>& inputs) const;
 
-  Program program_;
+  ExportedProgram program_;
   std::vector<ModelTensor> tensors_;
   std::map<std::string, size_t> by_name_;  // into `tensors_`
   std::map<std::string, at::Tensor> constants_;

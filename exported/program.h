@@ -15,8 +15,8 @@
 #include "exported/linear_size.h"
 #include "exported/structure.h"
 
-/// Programs that Python's torch.export.save wrote: an archive, read as a `Program`, whose functions
-/// are run node by node.
+/// Programs that Python's torch.export.save wrote: an archive, read as an `ExportedProgram`, whose
+/// functions are run node by node.
 namespace smp::exported {
 
 /// Where a value of a function lies while the function runs.
@@ -112,7 +112,7 @@ struct Range {
   int64_t most;
 };
 
-struct Program {
+struct ExportedProgram {
   std::string file;
   std::string torch_version;  ///< which wrote it
   Function function;

@@ -127,7 +127,7 @@ Output read_output(const core::JsonReader& place) {
 }
 
 /// Where a copied result goes must be an input of that kind.
-void check_outputs(const Program& program, const core::JsonReader& signature) {
+void check_outputs(const ExportedProgram& program, const core::JsonReader& signature) {
   std::set<std::pair<bool, std::string>> known;
   for (const Input& input : program.inputs) {
     const bool is_buffer = input.kind == Input::Kind::kBuffer;
@@ -153,8 +153,8 @@ void note_devices(const core::JsonReader& graph, const Function& function, Funct
   }
 }
 
-void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph, Program& program,
-                 FunctionReader& reader) {
+void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph,
+                 ExportedProgram& program, FunctionReader& reader) {
   const Function& function = program.function;
   if (specs.size() != function.inputs.size())
     specs.fail_expected("one for each input of the graph");
@@ -175,7 +175,8 @@ void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph, P
   }
 }
 
-void read_signature(const core::JsonReader& json, Program& program, FunctionReader& reader) {
+void read_signature(const core::JsonReader& json, ExportedProgram& program,
+                    FunctionReader& reader) {
   const core::JsonReader signature = json.at("signature");
   note_devices(json.at("graph"), program.function, reader);
   read_inputs(signature.at("input_specs"), json.at("graph"), program, reader);
@@ -189,7 +190,7 @@ void read_signature(const core::JsonReader& json, Program& program, FunctionRead
 }
 
 /// The structures of arguments and results are those of the outermost module.
-void read_calls(const core::JsonReader& calls, Program& program) {
+void read_calls(const core::JsonReader& calls, ExportedProgram& program) {
   bool found = false;
   for (const core::JsonReader& call : calls.elements()) {
     const std::string path = call.at("fqn").text();
@@ -235,11 +236,11 @@ std::map<std::string, Range> read_ranges(const core::JsonReader& constraints) {
 
 }  // namespace
 
-Program read_program(const core::JsonReader& json) {
+ExportedProgram read_program(const core::JsonReader& json) {
   check_versions(json);
   const core::JsonReader module = json.at("graph_module");
   FunctionReader reader;
-  Program program;
+  ExportedProgram program;
   program.file = json.source();
   if (json.has("torch_version")) program.torch_version = json.at("torch_version").text();
   program.function = reader.read(module.at("graph"), "");

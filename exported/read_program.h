@@ -10,6 +10,6 @@ namespace smp::exported {
 /// remedy, for malformed JSON, for versions and kinds that are unknown here (`schema_version`,
 /// kinds of arguments), and for refused programs: programs on several devices, custom objects,
 /// exports with a backward pass. Actions are not bound yet.
-Program read_program(const core::JsonReader& json);
+ExportedProgram read_program(const core::JsonReader& json);
 
 }  // namespace smp::exported

@@ -15,7 +15,7 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 
 namespace smp::graph {
 

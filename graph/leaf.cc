@@ -20,7 +20,7 @@
 #include "core/check.h"
 #include "core/node.h"
 #include "graph/below_autograd.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/random.h"
 #include "graph/saved_tensors.h"
 

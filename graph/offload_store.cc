@@ -17,7 +17,7 @@
 
 #include "core/check.h"
 #include "core/kept_tensors.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/scratch_file.h"
 
 namespace smp::graph {
@@ -83,7 +83,7 @@ class OffloadStore::Item final : public StoredTensor, public std::enable_shared_
   c10::Device device() const { return layout_.options.device(); }
   bool is_of_host() const { return device().is_cpu(); }
 
-  const Layout layout_;
+  const MemoryLayout layout_;
   const std::shared_ptr<Queue> queue_;
   State state_ = State::kWaiting;
   bool needed_ = false;                 // while it is leaving

@@ -10,7 +10,7 @@
 
 #include "core/check.h"
 #include "core/node.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 
 namespace smp::graph {
 namespace {

@@ -10,7 +10,7 @@
 #include "graph/capture.h"
 #include "graph/differentiate.h"
 #include "graph/grad_shapes.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/operator_traits.h"
 #include "graph/shapes.h"
 

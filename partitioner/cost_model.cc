@@ -106,19 +106,19 @@ CostModel costs_of(const Gpu& gpu) {
 
 /// Floating point operations of a multiprocessor in a cycle, from a compute capability on: of
 /// float32, and of its tensor cores in types of two bytes, with sums in float32.
-struct Lanes {
+struct Throughput {
   int capability;
   double flops;
   double half_flops;
 };
 
-constexpr Lanes kLanes[] = {{70, 128, 1024}, {80, 128, 2048},  {86, 256, 1024},
-                            {90, 256, 4096}, {100, 256, 8192}, {120, 256, 1024}};
+constexpr Throughput kThroughput[] = {{70, 128, 1024}, {80, 128, 2048},  {86, 256, 1024},
+                                      {90, 256, 4096}, {100, 256, 8192}, {120, 256, 1024}};
 
-const Lanes& lanes_of(int capability) {
-  const auto* const above =
-      std::upper_bound(std::begin(kLanes) + 1, std::end(kLanes), capability,
-                       [](int value, const Lanes& lanes) { return value < lanes.capability; });
+const Throughput& throughput_of(int capability) {
+  const auto* const above = std::upper_bound(
+      std::begin(kThroughput) + 1, std::end(kThroughput), capability,
+      [](int value, const Throughput& throughput) { return value < throughput.capability; });
   return *std::prev(above);
 }
 
@@ -153,12 +153,13 @@ std::optional<CostModel> CostModel::of_gpu(const std::string& name) {
 }
 
 std::optional<CostModel> CostModel::of_gpu(const graph::DeviceProperties& properties) {
-  const Lanes& lanes = lanes_of(properties.capability);
+  const Throughput& throughput = throughput_of(properties.capability);
   const double cycles =
       properties.multiprocessors * properties.clock_khz * 1e3;                // a second, of all
   const double bits = 2 * properties.memory_khz * 1e3 * properties.bus_bits;  // a second
   if (cycles <= 0 || bits <= 0) return std::nullopt;
-  Gpu gpu = {"", bits / 8 / 1e9, cycles * lanes.flops / 1e12, cycles * lanes.half_flops / 1e12};
+  Gpu gpu = {"", bits / 8 / 1e9, cycles * throughput.flops / 1e12,
+             cycles * throughput.half_flops / 1e12};
   if (properties.is_geforce) gpu.half_teraflops /= 2;  // sums in float32 take two cycles
   return costs_of(gpu);
 }

@@ -9,7 +9,7 @@
 #include "graph/alias_analysis.h"
 #include "graph/autocast.h"
 #include "graph/differentiate.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/requires_grad.h"
 #include "graph/visit.h"
 #include "partitioner/data_flow.h"

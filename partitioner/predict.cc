@@ -125,7 +125,7 @@ int microbatches_in_flight(const StepModel& step, bool trains, int stage, int st
 
 ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const StepModel& step)
     : weights(value.meta.nbytes()) {
-  const Sharding& sharding = step.sharding();
+  const ReplicaSharding& sharding = step.sharding();
   const bool is_divided = sharding.divides(value);
   if (is_divided) weights = part_of(weights, sharding.parameters());
   if (!is_trained(graph, value)) return;

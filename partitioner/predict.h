@@ -11,7 +11,7 @@
 #include "graph/graph.h"
 #include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
-#include "partitioner/sharding.h"
+#include "partitioner/replica_sharding.h"
 
 namespace smp::partitioner {
 
@@ -45,7 +45,7 @@ struct StepModel {
   /// Into how many sums each of them adds up the gradients of its microbatches.
   TORCH_ARG(int, shards) = 1;
   /// The division among replicas.
-  TORCH_ARG(Sharding, sharding);
+  TORCH_ARG(ReplicaSharding, sharding);
   /// Costs of computing and sending.
   TORCH_ARG(CostModel, costs);
   /// Bytes that a rank may use for parameters, gradients, optimizer state and activations; 0: any.

@@ -23,9 +23,9 @@ using graph::ValueKind;
 constexpr const char* kBug =
     " A plan that `partition` made never does that; if it was loaded or edited, make it again.";
 
-class Verifier {
+class PlanVerifier {
  public:
-  Verifier(const Graph& graph, const Plan& plan) : graph_(graph), plan_(plan) {
+  PlanVerifier(const Graph& graph, const Plan& plan) : graph_(graph), plan_(plan) {
     for (const auto& op : graph.operators) written_.insert(op.writes.begin(), op.writes.end());
   }
 
@@ -311,6 +311,6 @@ class Verifier {
 
 }  // namespace
 
-void verify_plan(const Graph& graph, const Plan& plan) { Verifier(graph, plan).run(); }
+void verify_plan(const Graph& graph, const Plan& plan) { PlanVerifier(graph, plan).run(); }
 
 }  // namespace smp::partitioner

@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 
 namespace smp::pipeline {
 

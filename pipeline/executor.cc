@@ -108,18 +108,18 @@ void Executor::take_lanes(const graph::Graph& graph, int credit) {
                       device.is_cpu() ? held : 1, credit, device, channel.layout.header_bytes()});
     }
   }
-  const auto lanes = pool_->open(outgoing, incoming);
-  for (size_t i = 0; i < senders.size(); ++i) senders[i]->lane = lanes.outgoing[i];
-  for (size_t i = 0; i < receivers.size(); ++i) receivers[i]->lane = lanes.incoming[i];
+  const auto ports = pool_->open(outgoing, incoming);
+  for (size_t i = 0; i < senders.size(); ++i) senders[i]->port = ports.outgoing[i];
+  for (size_t i = 0; i < receivers.size(); ++i) receivers[i]->port = ports.incoming[i];
 }
 
 void Executor::Channel::begin_step() const {
   const comm::MessageSize size = {layout.nbytes(), layout.header_bytes()};
-  if (lane->sender) {
-    lane->sender->set_size(size);
+  if (port->sender) {
+    port->sender->set_size(size);
   } else {
-    lane->receiver->set_size(size);
-    lane->receiver->expect(messages);
+    port->receiver->set_size(size);
+    port->receiver->expect(messages);
   }
 }
 
@@ -296,7 +296,7 @@ StepResults Executor::run(const Step& step) {
   for (Observer* observer : step.observers) observer->on_step_end();
   hand_over();
   for (const auto& [key, channel] : channels_) {
-    if (channel.lane->sender) channel.lane->sender->flush();
+    if (channel.port->sender) channel.port->sender->flush();
   }
   for (const auto& [index, stage] : stages_) stage->check_done();
   return results;
@@ -350,7 +350,7 @@ void Executor::hand_over() {
 /// meanwhile the device is given further work.
 void Executor::send(const Instruction& instruction) {
   const MessageLayout& layout = instruction.channel->layout;
-  comm::Sender& sender = *instruction.channel->lane->sender;
+  comm::Sender& sender = *instruction.channel->port->sender;
   const at::Tensor& message = sender.prepare();
   auto copied = layout.begin_pack(*instruction.message, message, sender.device_part());
   if (copied) {
@@ -363,7 +363,7 @@ void Executor::send(const Instruction& instruction) {
 
 void Executor::receive(const Instruction& instruction) {
   const MessageLayout& layout = instruction.channel->layout;
-  comm::Receiver& receiver = *instruction.channel->lane->receiver;
+  comm::Receiver& receiver = *instruction.channel->port->receiver;
   if (!receiver.has_arrived()) hand_over();
   const at::Tensor message = receiver.receive();
   layout.unpack(message, *instruction.message, receiver.device_part());

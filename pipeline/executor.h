@@ -28,14 +28,14 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
 
 /// Runs this rank's part of a schedule: its actions, one after the other. The schedule is a fixed
 /// program; nothing is negotiated, and the needs of an action are looked up before the first step.
-/// Each edge has a lane of the pool for each direction, with room for the messages that the
+/// Each edge has a port of the pool for each direction, with room for the messages that the
 /// schedule lets its receiver hold and for as many ahead as it takes that no send waits for ever.
 ///
 /// An executor belongs to one thread.
 class Executor {
  public:
-  /// Takes lanes of `channels`: collective over its group, whose ranks are those of the schedule.
-  /// Executors with the same pool run one after the other, on all ranks in one order. The lanes
+  /// Takes ports of `channels`: collective over its group, whose ranks are those of the schedule.
+  /// Executors with the same pool run one after the other, on all ranks in one order. The ports
   /// take `ahead` messages beyond those held, or more where sends would wait in a circle. Throws a
   /// `CommError` when there is not the memory for them, and the error of `verify` if the schedule
   /// cannot run to its end on them.
@@ -103,7 +103,7 @@ class Executor {
   /// Messages of one kind over one edge, in one direction.
   struct Channel {
     MessageLayout layout;
-    comm::ChannelPool::Lane* lane = nullptr;
+    comm::ChannelPool::Port* port = nullptr;
     int messages = 0;  // received in a step
 
     void begin_step() const;

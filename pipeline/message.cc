@@ -12,7 +12,7 @@
 #include <cstring>
 
 #include "core/check.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "pipeline/copy_stream.h"
 
 namespace smp::pipeline {
@@ -135,7 +135,7 @@ at::Tensor MessageLayout::Slot::view(at::IntArrayRef sizes, at::IntArrayRef stri
 /// New memory on the tensor's device, on which it lies as the sender's.
 at::Tensor MessageLayout::Slot::allocate(at::IntArrayRef sizes, at::IntArrayRef strides) const {
   const auto options = at::TensorOptions(meta.dtype).device(meta.device);
-  return graph::Layout(sizes, strides, options, shift).allocate();
+  return graph::MemoryLayout(sizes, strides, options, shift).allocate();
 }
 
 /// A dense view of the message, or a copy of it on the tensor's device. Only a copy to a device may

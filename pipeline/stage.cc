@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "core/node.h"
 #include "graph/content.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/mode_scope.h"
 
 namespace smp::pipeline {

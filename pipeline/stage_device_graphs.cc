@@ -25,7 +25,7 @@ at::Tensor borrowed(const at::Tensor& tensor) {
   return result;
 }
 
-bool lie_alike(const graph::Layout& a, const graph::Layout& b) {
+bool lie_alike(const graph::MemoryLayout& a, const graph::MemoryLayout& b) {
   return a.sizes == b.sizes && a.strides == b.strides && a.options.dtype() == b.options.dtype() &&
          a.options.device() == b.options.device() && a.shift == b.shift &&
          a.conjugate == b.conjugate && a.negative == b.negative;

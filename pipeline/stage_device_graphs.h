@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "graph/device_graph.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/random.h"
 #include "pipeline/action.h"
 #include "pipeline/stage.h"
@@ -37,7 +37,8 @@ class CapturedTensor {
   at::Tensor copy() const;
 
  private:
-  std::optional<graph::Layout> layout_;  // null: the tensor is undefined, or zeros without memory
+  std::optional<graph::MemoryLayout>
+      layout_;  // null: the tensor is undefined, or zeros without memory
   at::Tensor tensor_;
 };
 

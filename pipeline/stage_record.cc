@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 #include "graph/content.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "pipeline/stage.h"
 
 // The part of `Stage` that records and repeats the work of a stage.

@@ -14,9 +14,9 @@ namespace {
 
 using Kind = Action::Kind;
 
-class Verifier {
+class ScheduleVerifier {
  public:
-  Verifier(const Schedule& schedule, const std::vector<StageEdge>& edges)
+  ScheduleVerifier(const Schedule& schedule, const std::vector<StageEdge>& edges)
       : schedule_(schedule),
         edges_(edges),
         edge_of_(stages() * stages(), kNone),
@@ -390,7 +390,7 @@ class Verifier {
 void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
             const VerifyOptions& options) {
   check_edges(edges, schedule.stages());
-  Verifier verifier(schedule, edges);
+  ScheduleVerifier verifier(schedule, edges);
   verifier.check_actions();
   verifier.check_complete();
   verifier.check_order(options.active_microbatches());

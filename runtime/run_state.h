@@ -23,7 +23,7 @@
 namespace smp::runtime {
 
 class LossScaler;
-class Sharding;
+class ParameterShards;
 class StepValue;
 
 /// The state that a resumed run continues. Written by steps, and by loading.
@@ -65,7 +65,7 @@ struct FirstStep {
   std::shared_ptr<const graph::Graph> graph;
   std::shared_ptr<const partitioner::Plan> plan;
   /// Sharded data parallelism; null: parameters are whole.
-  std::shared_ptr<Sharding> sharding;
+  std::shared_ptr<ParameterShards> parameter_shards;
 };
 
 /// The step function that runs, if one does. Written by runtime/step.

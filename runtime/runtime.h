@@ -92,7 +92,7 @@ class Runtime : public Job {
   /// Whether the models are divided among the ranks.
   bool partitioned() const { return first_step.plan != nullptr; }
   /// Sharded data parallelism, once partitioned; null: parameters are whole.
-  const Sharding* sharding() const { return first_step.sharding.get(); }
+  const ParameterShards* parameter_shards() const { return first_step.parameter_shards.get(); }
   /// Where activations are offloaded to; made at the first call.
   std::shared_ptr<graph::TensorStore> activation_store();
   /// The channels between the ranks of the pipeline, of all programs; made at the first call, when

@@ -106,7 +106,7 @@ class ExportedModuleImpl::Impl {
 
 ExportedModuleImpl::ExportedModuleImpl(const ExportedPrograms& programs)
     : torch::nn::Module("ExportedModule"), impl_(std::make_unique<Impl>(programs)) {
-  const exported::Program& program = impl_->first().program();
+  const exported::ExportedProgram& program = impl_->first().program();
   ModuleTree tree(*this, program.file);
   for (const std::string& path : program.modules) tree.at(path);
   for (const ModelTensor& tensor : impl_->first().tensors()) tree.add(tensor);
@@ -135,7 +135,7 @@ const std::string& ExportedModuleImpl::file() const {
 }
 
 void ExportedModuleImpl::pretty_print(std::ostream& stream) const {
-  const exported::Program& program = impl_->first().program();
+  const exported::ExportedProgram& program = impl_->first().program();
   stream << "smp::ExportedModule(\"" << core::printable(program.file)
          << "\", nodes=" << program.function.nodes.size() << ")";
 }

@@ -334,7 +334,7 @@ Channels open_ipc_channels(const CommunicatorPtr& host, DeviceIpc& ipc,
   for (Opening& opening : in) ask_for_memory(opening, ipc);
   for (Opening& opening : out) {
     const std::vector<IpcHandle> asked = opening.asked.wait();
-    free_closed_memory();  // maybe an earlier channel of this lane, which the peer has closed
+    free_closed_memory();  // maybe an earlier channel of this port, which the peer has closed
     auto& end = channels.senders[opening.index];
     auto sender = std::make_unique<IpcSender>(std::move(end), opening.spec, host, ipc, asked);
     opening.offered.send(sender->memory().offer(element_bytes(opening.spec)));

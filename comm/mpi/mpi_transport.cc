@@ -62,7 +62,7 @@ class ByteCount {
   MPI_Datatype type_ = MPI_BYTE;
 };
 
-void post(const Transfer& transfer, MPI_Comm comm, MPI_Request* request) {
+void post(const PendingMessage& transfer, MPI_Comm comm, MPI_Request* request) {
   const Message& message = transfer.message;
   const ByteCount bytes(message.bytes);
   if (message.direction == Message::Direction::kSend) {
@@ -78,7 +78,7 @@ void post(const Transfer& transfer, MPI_Comm comm, MPI_Request* request) {
 }
 
 // Why a transfer that MPI calls complete has failed; empty when it has not. Notes who has sent.
-std::string end_of(Transfer& transfer, int code, const MPI_Status& status) {
+std::string end_of(PendingMessage& transfer, int code, const MPI_Status& status) {
   Message& message = transfer.message;
   int error_class = MPI_SUCCESS;
   if (code != MPI_SUCCESS) {
@@ -131,7 +131,7 @@ void MpiTransport::close() {
   check_mpi(MPI_Wait(&control_request_, MPI_STATUS_IGNORE), "MPI_Wait");
 }
 
-void MpiTransport::start(Transfer transfer) {
+void MpiTransport::start(PendingMessage transfer) {
   if (aborted()) {
     return;  // every wait throws; peers may no longer answer
   }
@@ -237,7 +237,7 @@ std::vector<MpiTransport::Completed> MpiTransport::take_completed() {
   for (int i = 0; i < std::max(found, 0); ++i) {  // MPI_UNDEFINED when there is no request
     const int error = code == MPI_ERR_IN_STATUS ? statuses_[i].MPI_ERROR : MPI_SUCCESS;
     requests_[indices_[i]] = MPI_REQUEST_NULL;  // also where MPI left one that failed
-    Transfer& transfer = transfers_[indices_[i]];
+    PendingMessage& transfer = transfers_[indices_[i]];
     std::string text = end_of(transfer, error, statuses_[i]);
     completed.push_back({std::move(transfer), std::move(text)});
   }

@@ -35,7 +35,7 @@ class MpiTransport final : public Transport {
   explicit MpiTransport(LocalRanks local_ranks);
   ~MpiTransport() override;
 
-  void start(Transfer transfer) override;
+  void start(PendingMessage transfer) override;
   void poll() override { progress(); }
   bool wait_until(Clock::time_point deadline, const std::function<bool()>& ready) override;
   void notify() override {}  // waits poll
@@ -55,10 +55,10 @@ class MpiTransport final : public Transport {
   // A transfer that MPI works on.
   struct Pending {
     MPI_Request request;
-    Transfer transfer;
+    PendingMessage transfer;
   };
   struct Completed {
-    Transfer transfer;
+    PendingMessage transfer;
     std::string error;
   };
 
@@ -84,7 +84,7 @@ class MpiTransport final : public Transport {
   std::mutex poll_mutex_;
   MPI_Request control_request_ = MPI_REQUEST_NULL;
   std::vector<MPI_Request> requests_;
-  std::vector<Transfer> transfers_;  // transfers of the same index
+  std::vector<PendingMessage> transfers_;  // transfers of the same index
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
 

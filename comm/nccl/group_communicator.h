@@ -18,7 +18,7 @@ namespace smp::comm {
 /// reduce_scatter (n-1)/n S.
 ///
 /// Between ranks that are threads of one process, channels are the host's (comm/hand_over.h).
-/// Otherwise each lane of a channel has a group, and so a stream, of its own. The first bytes of a
+/// Otherwise each port of a channel has a group, and so a stream, of its own. The first bytes of a
 /// message (`ChannelSpec::host_bytes`) go through host memory and tell the receiver that the rest
 /// is on its way: the host waits for that message and never for the device. Messages outside
 /// channels go through host memory, so that tags and the order of receives are up to the program.

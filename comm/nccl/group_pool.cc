@@ -111,7 +111,7 @@ DeviceGroup GroupPool::of_all() {
 
 DeviceGroup GroupPool::of_lane(int peer, Tag tag, bool sends) {
   const int sender = sends ? host_->rank() : peer, receiver = sends ? peer : host_->rank();
-  const std::string name = c10::str("lane ", tag, " from ", sender, " to ", receiver);
+  const std::string name = c10::str("port ", tag, " from ", sender, " to ", receiver);
   const bool is_new = [&] {
     const std::lock_guard<std::mutex> lock(mutex_);
     return groups_.count(name) == 0;

@@ -23,7 +23,7 @@ namespace smp::comm {
 /// libtorch's `c10d::Backend`.
 using DeviceGroup = std::shared_ptr<c10d::Backend>;
 
-/// The use of a group: collectives, which are to be fast, or the messages of a lane, which move
+/// The use of a group: collectives, which are to be fast, or the messages of a port, which move
 /// beside computations and are to leave these the device.
 enum class GroupUse { kCollectives, kLane };
 
@@ -42,7 +42,7 @@ struct DeviceTransfer {
   at::Tensor tensor;
 };
 
-/// The device groups of one communicator: one of all its ranks, and one for each lane from a rank
+/// The device groups of one communicator: one of all its ranks, and one for each port from a rank
 /// to another. Each is made when it is first used and kept as long as the communicator, so that
 /// programs, and wider channels in place of others, share them.
 ///
@@ -62,7 +62,7 @@ class GroupPool {
   /// That of all ranks. Throws the `CommError` of the rank that has aborted, if one has.
   DeviceGroup of_all();
 
-  /// That of lane `tag` to `peer`, if this rank `sends`, or from it. The first call connects the
+  /// That of port `tag` to `peer`, if this rank `sends`, or from it. The first call connects the
   /// two: each waits for the other's.
   DeviceGroup of_lane(int peer, Tag tag, bool sends);
 

@@ -12,14 +12,14 @@
 namespace smp::comm {
 namespace {
 
-// Blocks of threads that move a lane's messages. By default a group of two takes up to 32, beside
+// Blocks of threads that move a port's messages. By default a group of two takes up to 32, beside
 // which matrix products get as many multiprocessors less. NCCL_MAX_CTAS takes precedence.
 constexpr int kLaneBlocks = 4;
 
 DeviceGroup make_nccl_group(const c10::intrusive_ptr<c10d::Store>& store, const Group& host,
                             const std::string& name, int rank, int size, GroupUse use) {
   const bool is_lane = use == GroupUse::kLane;
-  // libtorch hands out 32 streams of each priority in turn. Lanes alone have the high one here: two
+  // libtorch hands out 32 streams of each priority in turn. Ports alone have the high one here: two
   // of opposite directions in one stream would wait for each other.
   const auto options = c10d::ProcessGroupNCCL::Options::create(/*is_high_priority_stream=*/is_lane);
   if (is_lane) {

@@ -18,7 +18,7 @@ bool has_nccl();
 std::string nccl_gpu(at::Device device);
 
 /// Makes libtorch's NCCL groups for ranks of `host`, with its time-out. A transfer that does not
-/// end within that ends the process, by libtorch's watchdog. Those of lanes take few
+/// end within that ends the process, by libtorch's watchdog. Those of ports take few
 /// multiprocessors of the GPU, in streams of high priority.
 ///
 /// Collective over `host`. Throws as `make_group_store` does; where the devices cannot reach each

@@ -108,7 +108,7 @@ void SocketTransport::close() {
   }
 }
 
-void SocketTransport::start(Transfer transfer) {
+void SocketTransport::start(PendingMessage transfer) {
   if (aborted()) {
     return;  // every wait throws; peers may no longer answer
   }
@@ -119,7 +119,7 @@ void SocketTransport::start(Transfer transfer) {
   }
 }
 
-void SocketTransport::send(Transfer transfer) {
+void SocketTransport::send(PendingMessage transfer) {
   const Message& message = transfer.message;
   const GroupState& group = transfer.group();
   const int peer = group.world_ranks[message.peer];
@@ -150,17 +150,17 @@ void SocketTransport::enqueue(Connection& connection, Outgoing outgoing) {
 
 // Under the connection's lock, which is gone when transfers are told of their end.
 void SocketTransport::write(Connection& connection, std::unique_lock<std::mutex> lock) {
-  const std::vector<Transfer> written = write_queue(connection);
+  const std::vector<PendingMessage> written = write_queue(connection);
   lock.unlock();
-  for (const Transfer& transfer : written) {
+  for (const PendingMessage& transfer : written) {
     transfer.done(*this);
   }
 }
 
 // Writes as much as the kernel takes; returns the transfers that have gone. A connection that has
 // ended is left to the thread, which reads the end.
-std::vector<Transfer> SocketTransport::write_queue(Connection& connection) {
-  std::vector<Transfer> written;
+std::vector<PendingMessage> SocketTransport::write_queue(Connection& connection) {
+  std::vector<PendingMessage> written;
   while (!connection.queue.empty()) {
     Outgoing& out = connection.queue.front();
     const size_t head = std::min(out.sent, sizeof out.header);

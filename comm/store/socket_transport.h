@@ -38,7 +38,7 @@ class SocketTransport final : public Transport {
   SocketTransport(int world_rank, Meeting meeting);
   ~SocketTransport() override;
 
-  void start(Transfer transfer) override;
+  void start(PendingMessage transfer) override;
   int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override;
   bool has_core_for_each_rank() const override { return has_core_for_each_rank_; }
@@ -64,7 +64,7 @@ class SocketTransport final : public Transport {
     Header header;
     const std::byte* data = nullptr;
     size_t sent = 0;  // bytes of header and data
-    Transfer transfer{};
+    PendingMessage transfer{};
     std::string text{};
   };
 
@@ -91,10 +91,10 @@ class SocketTransport final : public Transport {
     bool got_farewell = false;
   };
 
-  void send(Transfer transfer);
+  void send(PendingMessage transfer);
   void enqueue(Connection& connection, Outgoing outgoing);
   void write(Connection& connection, std::unique_lock<std::mutex> lock);
-  std::vector<Transfer> write_queue(Connection& connection);
+  std::vector<PendingMessage> write_queue(Connection& connection);
   void watch(const Descriptor& descriptor, Connection* connection);
   void watch_room(Connection& connection, bool room);
 

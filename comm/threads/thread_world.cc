@@ -18,7 +18,7 @@ ThreadWorld::ThreadWorld(int ranks, std::vector<int> hosts) : hosts_(std::move(h
 }
 
 // A send is complete at once: a message for which no receive is posted is copied.
-void ThreadWorld::start(Transfer transfer) {
+void ThreadWorld::start(PendingMessage transfer) {
   const Message& message = transfer.message;
   const GroupState& group = transfer.group();
   if (message.direction == Message::Direction::kReceive) {

@@ -25,7 +25,7 @@ class ThreadWorld final : public Transport {
   /// each; empty means one host for all.
   explicit ThreadWorld(int ranks, std::vector<int> hosts = {});
 
-  void start(Transfer transfer) override;
+  void start(PendingMessage transfer) override;
   int make_context(const GroupState& parent, int first_member) override;
   bool shares_memory(int this_rank, int other) const override {
     return hosts_.empty() || hosts_[this_rank] == hosts_[other];

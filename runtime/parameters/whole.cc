@@ -12,7 +12,7 @@
 #include "dp/parameter_slices.h"
 #include "graph/recording.h"
 #include "runtime/model.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 
 namespace smp::runtime {
 namespace {
@@ -100,7 +100,7 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
   for (const auto& model : runtime.models()) {
     if (auto slices = model->slices()) result.push_back(std::move(slices));
   }
-  if (runtime.sharding()) result.push_back(runtime.sharding()->parameters());
+  if (runtime.parameter_shards()) result.push_back(runtime.parameter_shards()->parameters());
   return result;
 }
 

@@ -19,7 +19,7 @@
 #include "core/text.h"
 #include "graph/recording.h"
 #include "runtime/parameters/dividing.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/save/background_save.h"
 #include "runtime/save/job_notes.h"

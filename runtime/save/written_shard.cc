@@ -42,7 +42,7 @@ void add_optimizers(const Runtime& runtime, const Turns& turns,
 
 Turns::Turns(const Runtime& runtime, const std::vector<Model*>& models, checkpoint::Medium medium)
     : are_taken_(medium == checkpoint::Medium::kMemory && runtime.partitioned() &&
-                 !runtime.sharding() && !runtime.shards_optimizer_state()),
+                 !runtime.parameter_shards() && !runtime.shards_optimizer_state()),
       replica_(runtime.replicas()->rank()) {
   if (!are_taken_) return;
   uint64_t total = 0, begin = 0;
@@ -75,7 +75,7 @@ Writers::Writers(const Runtime& runtime, const Turns& turns, bool writes_states)
   const int parts = runtime.table().any_divided() ? runtime.topology().tp_size() : 1;
   const bool all = turns.are_taken() || (writes_states && runtime.shards_optimizer_state());
   int replicas = all ? runtime.replicas()->size() : 1;
-  if (runtime.sharding()) replicas = runtime.topology().pieces().size;
+  if (runtime.parameter_shards()) replicas = runtime.topology().pieces().size;
   count = (runtime.partitioned() ? stages * replicas : 1) * parts;
   const int place = runtime.replicas()->rank() * stages + runtime.rank_in(CommGroup::kPp);
   const int part = runtime.rank_in(CommGroup::kTp);

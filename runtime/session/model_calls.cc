@@ -19,7 +19,7 @@
 #include "runtime/first_difference.h"
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/save/loading.h"
@@ -39,7 +39,7 @@ Model::TensorDict held_by(const Model& model) {
     for (const auto& item : dict) {
       const auto shard = runtime.table().at(item.value()).shard();
       result.insert(item.key(),
-                    shard ? runtime.sharding()->parameters()->shard(*shard) : item.value());
+                    shard ? runtime.parameter_shards()->parameters()->shard(*shard) : item.value());
     }
   }
   return result;
@@ -77,9 +77,9 @@ void gather_from_owners(const Model& model) {
   const Runtime& runtime = model.runtime();
   at::NoGradGuard no_grad;
   const auto pipeline = runtime.group(CommGroup::kPp);
-  if (runtime.sharding()) {
-    runtime.sharding()->parameters()->take_back();  // tensors that an earlier call gathered
-    runtime.sharding()->parameters()->lend();
+  if (runtime.parameter_shards()) {
+    runtime.parameter_shards()->parameters()->take_back();  // tensors that an earlier call gathered
+    runtime.parameter_shards()->parameters()->lend();
   }
   for (const auto& tensors : {model.parameters(), model.buffers()}) {
     for (const at::Tensor& tensor : tensors) {

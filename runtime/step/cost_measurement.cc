@@ -140,9 +140,9 @@ class LinkProbe {
         std::vector<graph::TensorMeta>(tensors, graph::TensorMeta::of(tensor)));
     const comm::ChannelSpec spec{peer_,       /*tag=*/0,       layout.nbytes(),      /*held=*/1,
                                  /*ahead=*/1, layout.device(), layout.header_bytes()};
-    const auto lanes = pool_.open({spec}, {spec});
-    comm::Sender& sender = *lanes.outgoing[0]->sender;
-    comm::Receiver& receiver = *lanes.incoming[0]->receiver;
+    const auto ports = pool_.open({spec}, {spec});
+    comm::Sender& sender = *ports.outgoing[0]->sender;
+    comm::Receiver& receiver = *ports.incoming[0]->receiver;
     const comm::MessageSize size{layout.nbytes(), layout.header_bytes()};
     sender.set_size(size);
     receiver.set_size(size);

@@ -179,8 +179,8 @@ std::vector<std::vector<int>> placements(const Config& config, const std::string
   return {{}, placement_of("breadth_first", ranks, stages), placement_of("zbv", ranks, stages)};
 }
 
-partitioner::Sharding sharding_of(const Config& config, int replicas) {
-  return partitioner::Sharding()
+partitioner::ReplicaSharding sharding_of(const Config& config, int replicas) {
+  return partitioner::ReplicaSharding()
       .states(config.shard_optimizer_state() ? replicas : 1)
       .parameters(static_cast<int>(config.sharded_data_parallel_degree()))
       .smallest(config.sdp_param_persistence_threshold())

@@ -11,7 +11,7 @@
 #include "core/check.h"
 #include "core/heap.h"
 #include "core/log.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/visit.h"
 #include "partitioner/checkpointing.h"
 #include "partitioner/format.h"
@@ -20,8 +20,8 @@
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/foreign.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/parameters/placement.h"
-#include "runtime/parameters/sharding.h"
 #include "runtime/parameters/storage.h"
 
 namespace smp::runtime {
@@ -137,7 +137,7 @@ class Holding {
     try {
       if (runtime_.config().sharded_data_parallel_degree() > 1) {
         tell_clipping(runtime_);
-        runtime_.first_step.sharding = std::make_shared<Sharding>(runtime_, hold);
+        runtime_.first_step.parameter_shards = std::make_shared<ParameterShards>(runtime_, hold);
         forget_copies(runtime_);
       } else {
         for (const auto& entry : runtime_.table().entries()) hold(entry);

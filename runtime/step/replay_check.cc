@@ -18,7 +18,7 @@
 #include "graph/content.h"
 #include "pipeline/message.h"
 #include "runtime/first_difference.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 
 namespace smp::runtime {
 
@@ -27,7 +27,7 @@ using pipeline::TensorHash;
 
 namespace {
 
-/// Above those of the channels and of `Program`'s copies.
+/// Above those of the channels and of `StepProgram`'s copies.
 constexpr comm::Tag kReplayTag = (1 << 19) + (1 << 18);
 
 /// The first hash in which two records of a microbatch differ; null if none does. One that `again`
@@ -121,7 +121,7 @@ void ReplayCheck::begin_step(Step step) {
   peers_ = {};
   if (!is_due_) return;
   step_ = std::move(step);
-  if (runtime_.sharding() != nullptr) return;
+  if (runtime_.parameter_shards() != nullptr) return;
   const int64_t turn = number / period;
   const auto count = static_cast<int64_t>(plan_.rank_of_stage.size());
   const auto index = static_cast<int>(turn % count);

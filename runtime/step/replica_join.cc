@@ -12,7 +12,7 @@
 #include "runtime/parameters/dividing.h"
 #include "runtime/precision.h"
 #include "runtime/step/loss_watch.h"
-#include "runtime/step/program.h"
+#include "runtime/step/step_program.h"
 #include "runtime/step_functions.h"
 #include "runtime/update/average.h"
 #include "runtime/update/complete_gradients.h"
@@ -34,7 +34,7 @@ void ReplicaJoin::check_possible() const {
                  "Give all replicas as many batches (drop_last)");
 }
 
-ReplicaJoin::Step ReplicaJoin::begin_step(const std::shared_ptr<Program>& program,
+ReplicaJoin::Step ReplicaJoin::begin_step(const std::shared_ptr<StepProgram>& program,
                                           const std::string& step_name) {
   const auto function = static_cast<int64_t>(stream_of(step_name));
   trained_[function] = {step_name, program};

@@ -11,7 +11,7 @@
 
 namespace smp::runtime {
 
-class Program;
+class StepProgram;
 
 /// Lets replicas run out of batches one after the other: see `ModelCore::join`. A round is a step
 /// that trains; one without batches takes part in it with the program that it ran last of that step
@@ -33,7 +33,7 @@ class ReplicaJoin final : public dp::Joinable {
   /// Throws `UsageError` where a replica without batches would stay behind for ever.
   void check_possible() const;
   /// A step function begins to train by `program`. Collective under a join.
-  Step begin_step(const std::shared_ptr<Program>& program, const std::string& step_name);
+  Step begin_step(const std::shared_ptr<StepProgram>& program, const std::string& step_name);
 
   void end_join() override;
 
@@ -41,7 +41,7 @@ class ReplicaJoin final : public dp::Joinable {
   /// The last training of a step function.
   struct Trained {
     std::string step_name;
-    std::weak_ptr<Program> program;
+    std::weak_ptr<StepProgram> program;
   };
 
   comm::Communicator& replicas() const override { return *runtime_.replicas(); }

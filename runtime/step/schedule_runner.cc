@@ -7,7 +7,7 @@
 
 #include "core/log.h"
 #include "pipeline/timeline_page.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/step/replica_join.h"
 
 namespace smp::runtime {
@@ -38,7 +38,7 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
     writes_timeline_ = true;
   }
   // A trial knows the costs of stages, and not those of their units.
-  if (is_auto() && runtime.execution.trial_steps > 0 && !runtime.sharding()) {
+  if (is_auto() && runtime.execution.trial_steps > 0 && !runtime.parameter_shards()) {
     trial_ = std::make_unique<ScheduleTrial>(step.options, step);
   }
   if (trial_ || writes_timeline_) record();
@@ -78,7 +78,7 @@ void ScheduleRunner::add_stages(int microbatches) {
     if (!regions_.empty()) stage->set_regions(regions_, store);
     executor_->add_stage(std::move(stage));
   }
-  if (const Sharding* sharding = runtime_.sharding()) {
+  if (const ParameterShards* sharding = runtime_.parameter_shards()) {
     executor_->use_shards(sharding->parameters(), sharding->shard_of_value(runtime_, graph_),
                           regions_);
   }

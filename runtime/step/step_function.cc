@@ -148,7 +148,7 @@ StepResults StepFunction::run_checked(const StepCall& given) {
   check_written_inputs(given, *traced.found);
   if (traced.found->trains()) check_shards(call, microbatch_unit(), name_);
   const Prepared& prepared = prepare(traced, call, inputs);
-  Program::Inputs step = inputs_of(prepared, batches, traced, std::move(inputs));
+  StepProgram::Inputs step = inputs_of(prepared, batches, traced, std::move(inputs));
   step.step_call = runtime_->progress.step_functions.count_call(name_);
   last_program_ = prepared.program;
   StepResults results = last_program_->run(std::move(step));
@@ -198,7 +198,7 @@ StepResults StepFunction::own_outputs(StepResults outputs, int64_t microbatches)
 
 /// Puts the batches that lie in host memory on this rank's device, as far as its stages read them.
 /// Returns whether there were any.
-bool StepFunction::move_in(Batches& batches, const Program& program) const {
+bool StepFunction::move_in(Batches& batches, const StepProgram& program) const {
   bool moved = false;
   for (StepCall& batch : batches) {
     for (size_t i = 0; i < batch.tensors.size(); ++i) {
@@ -212,9 +212,10 @@ bool StepFunction::move_in(Batches& batches, const Program& program) const {
 }
 
 /// The inputs and constants of a step, for the microbatches that run; moves batches in.
-Program::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
-                                        std::vector<std::vector<at::Tensor>> inputs) const {
-  Program::Inputs step;
+StepProgram::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& batches,
+                                            Traced traced,
+                                            std::vector<std::vector<at::Tensor>> inputs) const {
+  StepProgram::Inputs step;
   const int64_t factor = prepared.map.factor;
   const bool moved = move_in(batches, *prepared.program);
   const int64_t count = batches.front().microbatches / factor;
@@ -537,7 +538,7 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
   }
   prepared.map = graph::compose(map, graph::GraphMap::in_order(*runs, planned.plan.order));
   prepared.program =
-      std::make_shared<Program>(runtime_, std::move(planned), count, !first, map.factor);
+      std::make_shared<StepProgram>(runtime_, std::move(planned), count, !first, map.factor);
   return prepared;
 }
 

@@ -18,7 +18,7 @@
 #include "runtime/runtime.h"
 #include "runtime/step/agreement.h"
 #include "runtime/step/coalescing.h"
-#include "runtime/step/program.h"
+#include "runtime/step/step_program.h"
 #include "smp/detail/step_call.h"
 #include "smp/step_options.h"
 
@@ -45,7 +45,7 @@ class StepFunction {
   int64_t microbatches() const;
   int64_t count_microbatches(const StepCall& call) const;
   const std::string& name() const { return name_; }
-  /// Describes the program of the last call, see `Program::describe`; empty before.
+  /// Describes the program of the last call, see `StepProgram::describe`; empty before.
   std::string describe_program() const { return last_program_ ? last_program_->describe() : ""; }
   /// False if the configuration's `guard` lets some calls pass without running the function.
   bool guards_every_step() const { return guard_period_ == 1; }
@@ -63,7 +63,7 @@ class StepFunction {
   /// The program that runs a graph, and how its own graph came from that.
   struct Prepared {
     graph::GraphMap map;
-    std::shared_ptr<Program> program;
+    std::shared_ptr<StepProgram> program;
   };
 
   /// The batches that a rank runs: its own, or those of its tensor-parallel group in the order of
@@ -101,9 +101,9 @@ class StepFunction {
   Prepared& prepare(const Traced& traced, const StepCall& call,
                     const std::vector<std::vector<at::Tensor>>& inputs);
   CoalescingChoice coalesce(const Traced& traced, const StepCall& call, bool measured);
-  bool move_in(Batches& batches, const Program& program) const;
-  Program::Inputs inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
-                            std::vector<std::vector<at::Tensor>> inputs) const;
+  bool move_in(Batches& batches, const StepProgram& program) const;
+  StepProgram::Inputs inputs_of(const Prepared& prepared, Batches& batches, Traced traced,
+                                std::vector<std::vector<at::Tensor>> inputs) const;
   StepResults own_outputs(StepResults outputs, int64_t microbatches) const;
 
   std::shared_ptr<Runtime> runtime_;
@@ -118,7 +118,7 @@ class StepFunction {
   std::vector<graph::TensorMeta> last_inputs_;
   std::vector<int> last_places_;
   int64_t last_microbatches_ = 0;
-  std::shared_ptr<Program> last_program_;              // program of the last call
+  std::shared_ptr<StepProgram> last_program_;          // program of the last call
   std::vector<std::shared_ptr<graph::Graph>> graphs_;  // last used last
   std::map<std::pair<const graph::Graph*, int64_t>, Prepared> programs_;
   std::map<const graph::Graph*, StepFingerprints> fingerprints_;

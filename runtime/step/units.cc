@@ -13,7 +13,8 @@
 namespace smp::runtime {
 namespace {
 
-std::vector<pipeline::StageReads> reads_of(const Sharding& sharding, const graph::Graph& graph,
+std::vector<pipeline::StageReads> reads_of(const ParameterShards& sharding,
+                                           const graph::Graph& graph,
                                            const partitioner::Regions& regions,
                                            const partitioner::Plan& plan,
                                            const std::vector<pipeline::Edge>& edges) {
@@ -46,9 +47,10 @@ std::vector<int> stage_of_unit(const partitioner::Plan& plan, const partitioner:
 
 }  // namespace
 
-void divide_into_units(const Config& config, const Sharding& sharding, const graph::Graph& graph,
-                       const partitioner::Regions& regions, const partitioner::StepModel& model,
-                       partitioner::Plan& plan, PlannedStep& step) {
+void divide_into_units(const Config& config, const ParameterShards& sharding,
+                       const graph::Graph& graph, const partitioner::Regions& regions,
+                       const partitioner::StepModel& model, partitioner::Plan& plan,
+                       PlannedStep& step) {
   const int64_t most = config.sdp_max_live_parameters();
   const auto divides = [&](const graph::Value& value) { return sharding.divides(value.name); };
   partitioner::Plan units = partitioner::divided_into_units(

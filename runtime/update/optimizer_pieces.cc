@@ -13,7 +13,7 @@
 #include "core/tensor_lists.h"
 #include "graph/absent.h"
 #include "optim/grad_norm.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/precision.h"
 #include "runtime/update/clip_grad.h"
 #include "runtime/update/divided_states.h"
@@ -268,7 +268,7 @@ void OptimizerPieces::reload_masters() {
 
 /// Clips by `sdp_gradient_clipping`, with sharded data parallelism.
 void OptimizerPieces::clip() const {
-  if (runtime_.sharding() == nullptr) return;
+  if (runtime_.parameter_shards() == nullptr) return;
   clip_grad_norm_(optim::parameters_of(optimizer_), runtime_.config().sdp_gradient_clipping());
 }
 

@@ -163,7 +163,7 @@ void Optimizer::load_state_dict(const OptimizerState& state) {
 }
 
 bool Optimizer::divides() const {
-  return runtime_->shards_optimizer_state() || runtime_->sharding() != nullptr;
+  return runtime_->shards_optimizer_state() || runtime_->parameter_shards() != nullptr;
 }
 
 /// Where saved groups and the optimizer's have a parameter, by its name.

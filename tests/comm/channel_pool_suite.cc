@@ -14,7 +14,7 @@
 namespace smp::comm {
 namespace {
 
-using Lanes = ChannelPool::Lanes;
+using Ports = ChannelPool::Ports;
 
 /// The channel of messages to or from a peer; the pool chooses the tag.
 ChannelSpec to(int peer, int64_t bytes, int held = 1, int ahead = 2) {
@@ -39,13 +39,13 @@ class PoolTest : public ::testing::TestWithParam<int> {
     });
   }
 
-  /// Sends `count` messages over each lane and takes those that come.
-  static std::vector<at::Tensor> exchange(const ChannelPool& pool, const Lanes& lanes, int count,
+  /// Sends `count` messages over each port and takes those that come.
+  static std::vector<at::Tensor> exchange(const ChannelPool& pool, const Ports& ports, int count,
                                           int64_t bytes, int previous) {
     std::vector<at::Tensor> received;
-    for (size_t lane = 0; lane < lanes.outgoing.size(); ++lane) {
-      Sender& sender = *lanes.outgoing[lane]->sender;
-      Receiver& receiver = *lanes.incoming[lane]->receiver;
+    for (size_t port = 0; port < ports.outgoing.size(); ++port) {
+      Sender& sender = *ports.outgoing[port]->sender;
+      Receiver& receiver = *ports.incoming[port]->receiver;
       sender.set_size({bytes});
       receiver.set_size({bytes});
       receiver.expect(count);
@@ -67,7 +67,7 @@ TEST_P(PoolTest, UsersShareChannelsUntilOneNeedsMore) {
     const auto open = [&](int64_t bytes, int held, int ahead) {
       return pool.open({to(next, bytes, held, ahead)}, {to(previous, bytes, held, ahead)});
     };
-    const Lanes first = open(1000, 2, 2);
+    const Ports first = open(1000, 2, 2);
     exchange(pool, first, 3, 1000, previous);
     const auto channel = [&] { return first.outgoing[0]->sender.get(); };
     const Sender* const before = channel();
@@ -81,7 +81,7 @@ TEST_P(PoolTest, UsersShareChannelsUntilOneNeedsMore) {
       int held, ahead;
     };
     for (const Need& need : {Need{5000, 1, 1}, Need{10, 3, 1}, Need{10, 1, 3}}) {
-      const Lanes wider = open(need.bytes, need.held, need.ahead);
+      const Ports wider = open(need.bytes, need.held, need.ahead);
       EXPECT_EQ(wider.incoming, first.incoming);
       exchange(pool, wider, 3, need.bytes, previous);
     }
@@ -105,26 +105,26 @@ TEST_P(PoolTest, ALaneHasRoomForTheLongestOfBothPartsOfMessages) {
       return pool.open({out}, {in}).outgoing[0];
     };
     open(64, 1000);
-    const ChannelPool::Lane* const lane = open(500, 100);
-    EXPECT_EQ(lane->spec.host_bytes, 500);
-    EXPECT_EQ(lane->spec.bytes, 1500);
-    const Sender* const before = lane->sender.get();
+    const ChannelPool::Port* const port = open(500, 100);
+    EXPECT_EQ(port->spec.host_bytes, 500);
+    EXPECT_EQ(port->spec.bytes, 1500);
+    const Sender* const before = port->sender.get();
     EXPECT_EQ(open(64, 1000)->sender.get(), before);
   });
 }
 
 TEST_P(PoolTest, ChannelsThatAreUsedAtOneTimeAreApartAndTheLongestComeFirst) {
   on_ring([](ChannelPool& pool, int next, int previous) {
-    const Lanes two =
+    const Ports two =
         pool.open({to(next, 100), to(next, 3000)}, {to(previous, 100), to(previous, 3000)});
     ASSERT_NE(two.outgoing[0], two.outgoing[1]);
     exchange(pool, two, 2, 100, previous);
-    const Lanes one = pool.open({to(next, 2000)}, {to(previous, 2000)});
+    const Ports one = pool.open({to(next, 2000)}, {to(previous, 2000)});
     EXPECT_EQ(one.outgoing[0], two.outgoing[1]);
     EXPECT_EQ(one.incoming[0], two.incoming[1]);
     EXPECT_EQ(one.outgoing[0]->spec.bytes, 3000);
     exchange(pool, one, 2, 2000, previous);
-    const Lanes three = pool.open({to(next, 1), to(next, 50), to(next, 40)},
+    const Ports three = pool.open({to(next, 1), to(next, 50), to(next, 40)},
                                   {to(previous, 1), to(previous, 50), to(previous, 40)});
     EXPECT_EQ(three.outgoing[1], two.outgoing[1]);
     EXPECT_EQ(three.outgoing[2], two.outgoing[0]);

@@ -220,7 +220,7 @@ class CountingTransport final : public Transport {
   CountingTransport(std::shared_ptr<ThreadWorld> world, Hosts hosts)
       : world_(std::move(world)), hosts_(std::move(hosts)) {}
 
-  void start(Transfer transfer) override {
+  void start(PendingMessage transfer) override {
     const GroupState& group = transfer.group();
     if (transfer.message.direction == Message::Direction::kSend &&
         transfer.message.bytes != sizeof(Call) &&

@@ -24,7 +24,7 @@ class Receiving : public ::testing::Test {
  protected:
   class MatchingTransport final : public QuietTransport {
    public:
-    void start(Transfer transfer) override { matcher.post(std::move(transfer)); }
+    void start(PendingMessage transfer) override { matcher.post(std::move(transfer)); }
 
     MessageMatcher matcher{*this};
   };

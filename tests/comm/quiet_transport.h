@@ -16,7 +16,7 @@ class QuietTransport : public Transport {
   explicit QuietTransport(bool has_core_for_each_rank = true)
       : has_core_for_each_rank_(has_core_for_each_rank) {}
 
-  void start(Transfer) override {}
+  void start(PendingMessage) override {}
   void poll() override {}
   bool wait_until(Clock::time_point, const std::function<bool()>& ready) override {
     return ready();

@@ -12,7 +12,7 @@
 #include <tuple>
 #include <vector>
 
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "optim/cuda/list_kernel.h"
 #include "tests/device/finding.h"
 
@@ -99,8 +99,8 @@ bool is_independent_of(int64_t bytes, const Product& product, at::ScalarType typ
   return same;
 }
 
-/// Addresses that a graph's layouts (graph/layout.h) hold to be alike: it gives memory of the same
-/// remainder, and cuBLASLt is told alignments of up to 256 bytes.
+/// Addresses that a graph's layouts (graph/memory_layout.h) hold to be alike: it gives memory of
+/// the same remainder, and cuBLASLt is told alignments of up to 256 bytes.
 TEST(CudaKernels, ProductsAreTheSameWhereverLayoutsMayPutThem) {
   const std::vector<Product> products = {
       {512, 256, 768}, {512, 256, 1024}, {512, 1024, 256}, {2048, 768, 3072}, {96, 80, 112}};

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "graph/device_graph.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "pipeline/message.h"
 #include "tests/device/fake_device.h"
 

@@ -174,7 +174,7 @@ std::vector<std::string> FakeNetwork::made(int rank) {
   return made_[rank];
 }
 
-std::vector<std::string> FakeNetwork::lanes(int rank) {
+std::vector<std::string> FakeNetwork::ports(int rank) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return lanes_[rank];
 }

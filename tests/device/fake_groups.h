@@ -36,8 +36,8 @@ class FakeNetwork {
 
   /// The groups that the rank has made, in order.
   std::vector<std::string> made(int rank);
-  /// Those of them that are for lanes.
-  std::vector<std::string> lanes(int rank);
+  /// Those of them that are for ports.
+  std::vector<std::string> ports(int rank);
 
   /// Returns when so many ranks wait for a message.
   void await_waiting(size_t ranks);

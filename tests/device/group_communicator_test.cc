@@ -205,7 +205,7 @@ TEST(GroupCommunicator, MakesGroupsWhenTheyAreUsed) {
     group.all_reduce(values);
     group.broadcast(values, 1);
     EXPECT_EQ(ranks.network.made(host.rank()), std::vector<std::string>{"all"});
-    EXPECT_TRUE(ranks.network.lanes(host.rank()).empty());
+    EXPECT_TRUE(ranks.network.ports(host.rank()).empty());
   });
 }
 
@@ -241,26 +241,26 @@ TEST(GroupCommunicator, ProgramsShareTheGroupsOfLanes) {
       const comm::ChannelSpec spec = {1 - rank, 0,      layout.nbytes(),      1,
                                       2,        device, layout.header_bytes()};
       const std::vector<comm::ChannelSpec> specs(length == 16 ? 2 : 1, spec);
-      const auto lanes = pool.open(specs, specs);
-      for (comm::ChannelPool::Lane* lane : lanes.outgoing) {
-        lane->sender->set_size({layout.nbytes(), layout.header_bytes()});
-        const at::Tensor message = lane->sender->prepare();
-        EXPECT_FALSE(layout.begin_pack({values}, message, lane->sender->device_part()));
-        lane->sender->send();
+      const auto ports = pool.open(specs, specs);
+      for (comm::ChannelPool::Port* port : ports.outgoing) {
+        port->sender->set_size({layout.nbytes(), layout.header_bytes()});
+        const at::Tensor message = port->sender->prepare();
+        EXPECT_FALSE(layout.begin_pack({values}, message, port->sender->device_part()));
+        port->sender->send();
       }
-      for (comm::ChannelPool::Lane* lane : lanes.incoming) {
-        lane->receiver->set_size({layout.nbytes(), layout.header_bytes()});
-        lane->receiver->expect(1);
-        const at::Tensor message = lane->receiver->receive();
-        const at::Tensor got = layout.unpack(message, lane->receiver->device_part())[0];
+      for (comm::ChannelPool::Port* port : ports.incoming) {
+        port->receiver->set_size({layout.nbytes(), layout.header_bytes()});
+        port->receiver->expect(1);
+        const at::Tensor message = port->receiver->receive();
+        const at::Tensor got = layout.unpack(message, port->receiver->device_part())[0];
         EXPECT_TRUE(at::equal(got.cpu(), at::arange(length).to(at::kFloat)));
       }
     }
   };
   comm::run_ranks(2, program, /*hosts=*/{0, 1});
-  EXPECT_EQ(ranks.network.made(0).size(), 4u) << "two lanes, each from and to the other";
+  EXPECT_EQ(ranks.network.made(0).size(), 4u) << "two ports, each from and to the other";
   EXPECT_EQ(ranks.network.made(0), ranks.network.made(1)) << "connected in one order";
-  EXPECT_EQ(ranks.network.lanes(0), ranks.network.made(0)) << "so they take little of the device";
+  EXPECT_EQ(ranks.network.ports(0), ranks.network.made(0)) << "so they take little of the device";
 }
 
 TEST(GroupCommunicator, ThreadsOfOneProcessNeedNoLanes) {

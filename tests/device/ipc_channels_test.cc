@@ -224,7 +224,7 @@ TEST(IpcChannels, TheHostsChannelMayBeOfAnyKind) {
   }
 }
 
-/// A wider lane takes the place of one whose last message is still under way, and gives back its
+/// A wider port takes the place of one whose last message is still under way, and gives back its
 /// memory.
 TEST(IpcChannels, LongerMessagesTakeWiderLanes) {
   as_processes(2, 1, [&](const CommunicatorPtr& group, at::Device device) {
@@ -233,14 +233,14 @@ TEST(IpcChannels, LongerMessagesTakeWiderLanes) {
     std::vector<size_t> bytes;
     for (const int64_t elements : {128, 4000, 1000}) {
       const ChannelSpec spec = spec_to(1 - group->rank(), device, elements);
-      const auto lanes = sends ? pool.open({spec}, {}) : pool.open({}, {spec});
+      const auto ports = sends ? pool.open({spec}, {}) : pool.open({}, {spec});
       bytes.push_back(fake_ipc_bytes());
       if (sends) {
-        lanes.outgoing[0]->sender->set_size({spec.bytes, kHeader});
-        send(*lanes.outgoing[0]->sender, 3, device);
+        ports.outgoing[0]->sender->set_size({spec.bytes, kHeader});
+        send(*ports.outgoing[0]->sender, 3, device);
       } else {
-        lanes.incoming[0]->receiver->set_size({spec.bytes, kHeader});
-        expect_numbers(receive(*lanes.incoming[0]->receiver, 3), 3);
+        ports.incoming[0]->receiver->set_size({spec.bytes, kHeader});
+        expect_numbers(receive(*ports.incoming[0]->receiver, 3), 3);
       }
     }
     if (sends) {
@@ -261,13 +261,13 @@ TEST(IpcChannels, UsersOfALaneDifferInTheirFirstBytes) {
       ChannelSpec spec = spec_to(1 - group->rank(), device, elements);
       spec.host_bytes = header;
       spec.bytes = header + elements;
-      const auto lanes = sends ? pool.open({spec}, {}) : pool.open({}, {spec});
+      const auto ports = sends ? pool.open({spec}, {}) : pool.open({}, {spec});
       if (sends) {
-        lanes.outgoing[0]->sender->set_size({spec.bytes, header});
-        send(*lanes.outgoing[0]->sender, 3, device);
+        ports.outgoing[0]->sender->set_size({spec.bytes, header});
+        send(*ports.outgoing[0]->sender, 3, device);
       } else {
-        lanes.incoming[0]->receiver->set_size({spec.bytes, header});
-        const at::Tensor got = receive(*lanes.incoming[0]->receiver, 3, header);
+        ports.incoming[0]->receiver->set_size({spec.bytes, header});
+        const at::Tensor got = receive(*ports.incoming[0]->receiver, 3, header);
         EXPECT_EQ(got.numel(), elements);
         expect_numbers(got, 3);
       }
@@ -484,16 +484,16 @@ TEST_F(TwoProcesses, TryTheMemoryThatTellsOfClosingToo) {
   EXPECT_EQ(end_of_other(), 0);
 }
 
-/// Messages there and back, on lanes that grow.
+/// Messages there and back, on ports that grow.
 TEST_F(TwoProcesses, SendsBackWhatItGot) {
   const auto pass = [](const CommunicatorPtr& group, at::Device device) {
     comm::ChannelPool pool(group);
     const bool is_first = group->rank() == 0;
     for (const int64_t elements : {200, 5000, 1000}) {
       const ChannelSpec spec = spec_to(1 - group->rank(), device, elements);
-      const auto lanes = pool.open({spec}, {spec});
-      comm::Sender& sender = *lanes.outgoing[0]->sender;
-      comm::Receiver& receiver = *lanes.incoming[0]->receiver;
+      const auto ports = pool.open({spec}, {spec});
+      comm::Sender& sender = *ports.outgoing[0]->sender;
+      comm::Receiver& receiver = *ports.incoming[0]->receiver;
       sender.set_size({spec.bytes, kHeader});
       receiver.set_size({spec.bytes, kHeader});
       for (int i = 0; i < 10; ++i) {

@@ -16,7 +16,7 @@
 #include "graph/allocations.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/intercept.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/offload_store.h"
 #include "graph/saved_tensors.h"
 #include "graph/split_backward.h"

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "core/check.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/scratch_file.h"
 #include "tests/error_of.h"
 

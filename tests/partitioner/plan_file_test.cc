@@ -350,7 +350,8 @@ TEST(Predict, GradientsOfHalfPrecisionAreSummedInFloat32) {
   EXPECT_EQ(whole.stages[0].weights, 200);
   EXPECT_EQ(whole.stages[0].gradients, 400);
   EXPECT_EQ(whole.stages[0].optimizer, 400) << "for each byte of a parameter: docs/precision.md";
-  const auto divided = StepModel(4).replicas(4).sharding(Sharding().parameters(4).smallest(1));
+  const auto divided =
+      StepModel(4).replicas(4).sharding(ReplicaSharding().parameters(4).smallest(1));
   const Prediction parts = predict_on_one_rank(b, divided);
   EXPECT_EQ(parts.stages[0].gradients, 100);
   EXPECT_EQ(parts.working, 200 + 400) << "the whole, and the sum";
@@ -358,7 +359,8 @@ TEST(Predict, GradientsOfHalfPrecisionAreSummedInFloat32) {
 
 TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
   GraphBuilder b = product_of({100, 50});
-  const auto step = StepModel(4).optimizer_state(2).replicas(4).sharding(Sharding().states(4));
+  const auto step =
+      StepModel(4).optimizer_state(2).replicas(4).sharding(ReplicaSharding().states(4));
   const Prediction got = predict_on_one_rank(b, step);
   EXPECT_EQ(got.stages[0].weights, 600);
   EXPECT_EQ(got.stages[0].gradients, 600 + 150) << "the sums, and a part of what they give";
@@ -368,7 +370,7 @@ TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
 
 TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
   GraphBuilder b = product_of({100, 10, 300});
-  const auto sharding = Sharding().parameters(4).smallest(100);
+  const auto sharding = ReplicaSharding().parameters(4).smallest(100);
   const Prediction several =
       predict_on_one_rank(b, StepModel(2).optimizer_state(2).replicas(4).sharding(sharding));
   EXPECT_EQ(several.stages[0].weights, 100 + 40 + 300);
@@ -381,7 +383,7 @@ TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
 TEST(Predict, WholeParametersAndTheirSumsHaveTheirLimits) {
   GraphBuilder b = product_of({10, 20, 30, 40, 50, 60});
   const auto working = [&](int microbatches, int64_t live, int64_t bucket) {
-    const auto sharding = Sharding().parameters(2).live(live).bucket(bucket);
+    const auto sharding = ReplicaSharding().parameters(2).live(live).bucket(bucket);
     return predict_on_one_rank(b, StepModel(microbatches).sharding(sharding)).working / 4;
   };
   const int64_t all = 210;

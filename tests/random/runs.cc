@@ -17,7 +17,7 @@
 #include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "dp/step_gradients.h"
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
 #include "pipeline/executor.h"

@@ -5,7 +5,7 @@
 
 #include <ostream>
 
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "smp/smp.h"
 #include "tests/smp/models.h"
 #include "tests/smp/parity.h"
@@ -54,8 +54,8 @@ inline int64_t held_elements(const torch::nn::Module& module) {
   for (const auto& parameter : unique_parameters(module)) {
     count += static_cast<int64_t>(parameter.storage().nbytes() / parameter.element_size());
   }
-  if (!runtime::Runtime::get().sharding()) return count;
-  const auto& divided = *runtime::Runtime::get().sharding()->parameters();
+  if (!runtime::Runtime::get().parameter_shards()) return count;
+  const auto& divided = *runtime::Runtime::get().parameter_shards()->parameters();
   for (size_t i = 0; i < divided.size(); ++i) count += divided.shard(i).numel();
   return count;
 }

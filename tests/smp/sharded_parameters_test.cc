@@ -17,7 +17,7 @@
 
 #include "graph/absent.h"
 #include "pipeline/observer.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "smp/optim/lamb.h"
 #include "smp/optim/novograd.h"
 #include "smp/smp.h"
@@ -195,7 +195,7 @@ TEST(ShardedParameters, AreLiveWithinTheLimit) {
   for (const int64_t limit : {768, 1300, 2000}) {
     check<TinyGpt, torch::optim::SGD>(
         tied_gpt, kSgd, {2, 2, 2, 100, limit}, [&](DistributedModel<TinyGpt>&, int) {
-          const auto& divided = *runtime::Runtime::get().sharding()->parameters();
+          const auto& divided = *runtime::Runtime::get().parameter_shards()->parameters();
           EXPECT_EQ(divided.live(), 0);
           EXPECT_LE(divided.peak_live(), limit);
           EXPECT_GT(divided.peak_live(), 700);
@@ -203,7 +203,7 @@ TEST(ShardedParameters, AreLiveWithinTheLimit) {
   }
   check<TinyGpt, torch::optim::SGD>(
       tied_gpt, kSgd, {2, 2, 1, 100, 1}, [&](DistributedModel<TinyGpt>&, int) {
-        EXPECT_EQ(runtime::Runtime::get().sharding()->parameters()->peak_live(),
+        EXPECT_EQ(runtime::Runtime::get().parameter_shards()->parameters()->peak_live(),
                   768);  // the largest alone
       });
 }
@@ -357,9 +357,10 @@ TEST(ShardedParameters, ModelsAreReadAndWritten) {
     train(x, y);
     EXPECT_EQ(net->hidden[0]->weight.storage().nbytes(), 0u);
     // Gradients are dropped with those of the parameters.
-    EXPECT_TRUE(runtime::Runtime::get().sharding()->parameters()->has_gradient(0));
+    EXPECT_TRUE(runtime::Runtime::get().parameter_shards()->parameters()->has_gradient(0));
     model->zero_grad();
-    EXPECT_FALSE(runtime::Runtime::get().sharding()->parameters()->shard(0).grad().defined());
+    EXPECT_FALSE(
+        runtime::Runtime::get().parameter_shards()->parameters()->shard(0).grad().defined());
   });
 }
 

@@ -90,7 +90,7 @@ TEST_P(ShardedPipelines, HoldParts) {
   std::atomic<int64_t> held = 0;
   auto tested = training<torch::optim::SGD>(run, /*tied=*/false, kSgd, /*max_live=*/1);
   tested.after_step = [&](auto& own, int step) {
-    const auto& divided = *runtime::Runtime::get().sharding()->parameters();
+    const auto& divided = *runtime::Runtime::get().parameter_shards()->parameters();
     EXPECT_EQ(divided.live(), 0);
     EXPECT_LE(divided.peak_live(), 768);  // the largest alone
     if (step == 0) held += held_elements(*own.model.get_module());

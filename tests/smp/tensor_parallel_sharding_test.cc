@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/runtime.h"
 #include "smp/optim/lamb.h"
 #include "smp/optim/novograd.h"

@@ -20,14 +20,15 @@ namespace smp::runtime {
 /// Sharded data parallelism (`sharded_data_parallel_degree` above 1): which parameters are divided
 /// over groups of that many consecutive replicas. Each rank has shards of the parameters that it
 /// owns. Internal.
-class Sharding {
+class ParameterShards {
  public:
   /// Divides the parameters of all models, one after the other, so that none needs the memory for
   /// several: `prepare` gives each, and each buffer, the data and sizes that it has on this rank.
   /// The rest stays whole: parameters of which a rank would hold fewer elements than
   /// `sdp_param_persistence_threshold`, and those that share memory with others or have gaps.
   /// Collective over the world.
-  Sharding(Runtime& runtime, const std::function<void(const ParameterTable::Entry&)>& prepare);
+  ParameterShards(Runtime& runtime,
+                  const std::function<void(const ParameterTable::Entry&)>& prepare);
 
   const std::shared_ptr<dp::ShardedParameters>& parameters() const { return parameters_; }
   /// The ranks that have the same shards as this one.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partitioner/sharding.h"
+#include "partitioner/replica_sharding.h"
 
 #include <algorithm>
 #include <set>
@@ -58,12 +58,12 @@ int64_t gradient_bytes(const Value& parameter) {
   return parameter.meta.numel() * static_cast<int64_t>(elementSize(is_half ? at::kFloat : type));
 }
 
-bool Sharding::divides(const Value& parameter) const {
+bool ReplicaSharding::divides(const Value& parameter) const {
   return parameters() > 1 && parameter.kind == graph::ValueKind::kParameter &&
          parameter.meta.numel() >= smallest();
 }
 
-int64_t working_bytes(const Graph& graph, const Sharding& sharding, int microbatches) {
+int64_t working_bytes(const Graph& graph, const ReplicaSharding& sharding, int microbatches) {
   if (sharding.parameters() == 1) return 0;
   const UnitOptions options{[&](const Value& value) { return sharding.divides(value); },
                             sharding.live()};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 
 #include <ATen/Context.h>
 #include <ATen/core/grad_mode.h>
@@ -45,14 +45,14 @@ int64_t shift_of(const at::Tensor& tensor) {
   return static_cast<int64_t>(address % kAlignment / tensor.itemsize());
 }
 
-Layout::Layout(const at::Tensor& tensor)
-    : Layout(tensor.sizes(), tensor.strides(), tensor.options(), shift_of(tensor)) {
+MemoryLayout::MemoryLayout(const at::Tensor& tensor)
+    : MemoryLayout(tensor.sizes(), tensor.strides(), tensor.options(), shift_of(tensor)) {
   conjugate = tensor.is_conj();
   negative = tensor.is_neg();
 }
 
-Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::TensorOptions& options,
-               int64_t shift)
+MemoryLayout::MemoryLayout(c10::IntArrayRef sizes, c10::IntArrayRef strides,
+                           const at::TensorOptions& options, int64_t shift)
     : sizes(sizes),
       strides(strides),
       options(options),
@@ -61,7 +61,7 @@ Layout::Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::Tenso
 
 /// Avoids `at::empty`, which fills memory under deterministic algorithms: a graph that is captured
 /// would fill it in each launch, after its inputs were written.
-at::Tensor Layout::allocate() const {
+at::Tensor MemoryLayout::allocate() const {
   const at::Device device = options.device();
   if (device.is_cuda()) at::globalContext().lazyInitDevice(device.type());  // like at::empty
   const c10::DeviceGuard guard(device);
@@ -77,7 +77,7 @@ at::Tensor Layout::allocate() const {
   return tensor;
 }
 
-at::Tensor Layout::flat(const at::Tensor& tensor) const {
+at::Tensor MemoryLayout::flat(const at::Tensor& tensor) const {
   const at::NoGradGuard no_grad;
   const at::Tensor memory = tensor.detach();
   memory._set_conj(false);
@@ -85,7 +85,9 @@ at::Tensor Layout::flat(const at::Tensor& tensor) const {
   return at::as_strided(memory, {span}, {1});
 }
 
-int64_t Layout::nbytes() const { return span * static_cast<int64_t>(options.dtype().itemsize()); }
+int64_t MemoryLayout::nbytes() const {
+  return span * static_cast<int64_t>(options.dtype().itemsize());
+}
 
 at::Tensor without_expansion(const at::Tensor& tensor) {
   at::Tensor result = tensor;
@@ -97,7 +99,7 @@ at::Tensor without_expansion(const at::Tensor& tensor) {
 }
 
 at::Tensor copy_as_laid_out(const at::Tensor& tensor) {
-  const Layout layout(tensor);
+  const MemoryLayout layout(tensor);
   at::Tensor copy = layout.allocate();
   layout.flat(copy).copy_(layout.flat(tensor));
   return copy;

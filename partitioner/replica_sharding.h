@@ -12,7 +12,7 @@ namespace smp::partitioner {
 
 /// How replicas divide among them the tensors that each would have whole: docs/memory.md. With
 /// both degrees 1, nothing.
-struct Sharding {
+struct ReplicaSharding {
   /// Whether a parameter is divided.
   bool divides(const graph::Value& parameter) const;
 
@@ -37,6 +37,6 @@ int64_t gradient_bytes(const graph::Value& parameter);
 
 /// Extra bytes during a step: divided parameters that are whole at one time (a unit's and the next
 /// one's, see units.h), and gradient buckets on their way (two with one microbatch, else all).
-int64_t working_bytes(const graph::Graph& graph, const Sharding& sharding, int microbatches);
+int64_t working_bytes(const graph::Graph& graph, const ReplicaSharding& sharding, int microbatches);
 
 }  // namespace smp::partitioner

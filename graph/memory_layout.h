@@ -21,10 +21,10 @@ int64_t shift_of(const at::Tensor& tensor);
 /// How a tensor lies in memory, as far as kernels can tell: its sizes and strides, how far its
 /// first element is from a multiple of 64 bytes, and whether it shows the memory's conjugate or
 /// negative.
-struct Layout {
-  explicit Layout(const at::Tensor& tensor);
-  Layout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::TensorOptions& options,
-         int64_t shift);
+struct MemoryLayout {
+  explicit MemoryLayout(const at::Tensor& tensor);
+  MemoryLayout(c10::IntArrayRef sizes, c10::IntArrayRef strides, const at::TensorOptions& options,
+               int64_t shift);
 
   /// New memory without content, and on it a tensor that lies like the one before.
   at::Tensor allocate() const;

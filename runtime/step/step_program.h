@@ -31,12 +31,12 @@ namespace smp::runtime {
 
 /// A graph made ready to run on this rank: its plan, the runner of its schedule, and the sums of
 /// its gradients, for one number of microbatches. Internal.
-class Program : public std::enable_shared_from_this<Program> {
+class StepProgram : public std::enable_shared_from_this<StepProgram> {
  public:
   /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
   /// the graph's stands for, which gradients are divided by.
-  Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
-          bool settled, int64_t coalesced = 1);
+  StepProgram(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
+              bool settled, int64_t coalesced = 1);
 
   /// One step's inputs and constants.
   struct Inputs {

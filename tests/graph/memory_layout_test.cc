@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How tensors lie in memory: copies that kernels cannot tell from them, and captured constants.
-#include "graph/layout.h"
+#include "graph/memory_layout.h"
 
 #include <functional>
 #include <string>
@@ -12,7 +12,7 @@
 namespace smp::graph::testing {
 namespace {
 
-TEST(Layout, AlignedCopiesKeepSizesStridesAndValues) {
+TEST(MemoryLayout, AlignedCopiesKeepSizesStridesAndValues) {
   const auto base = torch::randn({9, 7});
   const auto odd = base.slice(0, 1);  // starts 28 bytes in
   const auto copy = aligned(odd);
@@ -26,7 +26,7 @@ TEST(Layout, AlignedCopiesKeepSizesStridesAndValues) {
 }
 
 /// Whether two indices lead to one element.
-TEST(Layout, SaysWhetherATensorOverlapsItself) {
+TEST(MemoryLayout, SaysWhetherATensorOverlapsItself) {
   const auto overlaps = [](const torch::Tensor& tensor) {
     return overlaps_itself(tensor.sizes(), tensor.strides());
   };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -12,8 +12,8 @@
 
 namespace smp::runtime {
 
-Sharding::Sharding(Runtime& runtime,
-                   const std::function<void(const ParameterTable::Entry&)>& prepare) {
+ParameterShards::ParameterShards(Runtime& runtime,
+                                 const std::function<void(const ParameterTable::Entry&)>& prepare) {
   const Config& config = runtime.config();
   const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
   const auto replicas = runtime.replicas();
@@ -41,8 +41,8 @@ Sharding::Sharding(Runtime& runtime,
   }
 }
 
-std::vector<std::optional<size_t>> Sharding::shard_of_value(const Runtime& runtime,
-                                                            const graph::Graph& graph) const {
+std::vector<std::optional<size_t>> ParameterShards::shard_of_value(
+    const Runtime& runtime, const graph::Graph& graph) const {
   std::vector<std::optional<size_t>> result;
   for (const graph::Value& value : graph.values) {
     const bool is_parameter = value.kind == graph::ValueKind::kParameter;
@@ -53,7 +53,7 @@ std::vector<std::optional<size_t>> Sharding::shard_of_value(const Runtime& runti
 
 std::vector<size_t> gradient_order(const Runtime& runtime, const graph::Graph& graph,
                                    const std::vector<graph::ValueId>& values) {
-  const auto shard_of_value = runtime.sharding()->shard_of_value(runtime, graph);
+  const auto shard_of_value = runtime.parameter_shards()->shard_of_value(runtime, graph);
   const graph::AliasAnalysis aliases(graph);
   std::set<size_t> wanted;
   for (graph::ValueId id : values) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/step/program.h"
+#include "runtime/step/step_program.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@
 #include "pipeline/message.h"
 #include "runtime/model.h"
 #include "runtime/parameters/foreign.h"
-#include "runtime/parameters/sharding.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/parameters/storage.h"
 #include "runtime/step/microbatches.h"
 #include "runtime/step/pipeline_choice.h"
@@ -45,8 +45,8 @@ void check_still_trained(const dp::ParameterSlices& slices,
 
 }  // namespace
 
-Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
-                 bool settled, int64_t coalesced)
+StepProgram::StepProgram(std::shared_ptr<Runtime> runtime, PlannedGraph planned,
+                         int64_t microbatches, bool settled, int64_t coalesced)
     : runtime_(std::move(runtime)),
       graph_(std::move(planned.graph)),
       plan_(std::move(planned.plan)),
@@ -61,12 +61,12 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
       step_model(*runtime_, static_cast<int>(microbatches_)).largest_region(planned.largest_region);
   auto step =
       plan_step(config, runtime_->first_step.schedule, *graph_, plan_, ranks, model, settled);
-  if (const Sharding* sharding = runtime_->sharding()) {
+  if (const ParameterShards* sharding = runtime_->parameter_shards()) {
     divide_into_units(config, *sharding, *graph_, planned.regions, model, plan_, step);
   }
   find_copies();
-  if (runtime_->sharding()) {
-    const auto& divided = runtime_->sharding()->parameters()->parameters();
+  if (runtime_->parameter_shards()) {
+    const auto& divided = runtime_->parameter_shards()->parameters()->parameters();
     absent_.insert(absent_.end(), divided.begin(), divided.end());
   }
   const graph::UnseenScope present(absent_);
@@ -75,7 +75,7 @@ Program::Program(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t
   make_records(*planned.captured);
 }
 
-void Program::make_records(const graph::Graph& captured) {
+void StepProgram::make_records(const graph::Graph& captured) {
   const Config& config = runtime_->config();
   const bool checks = config.replay_check() > 0 && graph_->trains();
   if (!checks && !config.record_hashes()) return;
@@ -94,7 +94,7 @@ void Program::make_records(const graph::Graph& captured) {
 }
 
 /// Stages of one rank share one copy, and the owner's stages the owner's tensor.
-void Program::find_copies() {
+void StepProgram::find_copies() {
   for (const auto& replica : plan_.replicas) {
     const Copy copy{replica.value, plan_.rank_of_stage[replica.owner],
                     plan_.rank_of_stage[replica.stage]};
@@ -110,7 +110,7 @@ void Program::find_copies() {
 }
 
 /// Makes the sums of gradients, anew when a checkpoint with other gradient shards was loaded.
-void Program::make_gradients() {
+void StepProgram::make_gradients() {
   const int shards = runtime_->gradient_shards();
   if (shards == shards_) return;
   shards_ = shards;
@@ -157,7 +157,7 @@ void Program::make_gradients() {
     whole_.push_back(model->gradients(parameters, bucket));
     divisors_.push_back(bucket.divisor);
     for (graph::ValueId id : own) places[id].sums = places[id].whole = whole_.back().get();
-    if (!runtime_->sharding()) continue;
+    if (!runtime_->parameter_shards()) continue;
     sharded_.push_back(make_sharded_gradients(bucket, divided));
     for (graph::ValueId id : divided) places[id].sums = sharded_.back().get();
   }
@@ -169,9 +169,9 @@ void Program::make_gradients() {
                              runtime_->config().gradient_accumulation_fusion());
 }
 
-std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
+std::unique_ptr<dp::ShardedGradients> StepProgram::make_sharded_gradients(
     const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const {
-  const Sharding& sharding = *runtime_->sharding();
+  const ParameterShards& sharding = *runtime_->parameter_shards();
   dp::ShardedGradientOptions options{bucket};
   options.overlapping = true;  // for their memory
   options.bucket_elements = runtime_->config().sdp_reduce_bucket_size();
@@ -180,7 +180,7 @@ std::unique_ptr<dp::ShardedGradients> Program::make_sharded_gradients(
       sharding.replication_group(), options);
 }
 
-void Program::begin_training(const std::string& name) {
+void StepProgram::begin_training(const std::string& name) {
   SMP_CHECK_WITH(
       UsageError,
       runtime_->current_step.adding_up == nullptr || runtime_->current_step.adding_up == this,
@@ -191,7 +191,7 @@ void Program::begin_training(const std::string& name) {
   begin_together(runtime_->replica_join->begin_step(shared_from_this(), name));
 }
 
-void Program::begin_together(const ReplicaJoin::Step& step) {
+void StepProgram::begin_together(const ReplicaJoin::Step& step) {
   together_ = step;
   for (size_t i = 0; i < whole_.size(); ++i) {
     whole_[i]->set_microbatches(static_cast<int>(microbatches_), divisors_[i]);
@@ -200,12 +200,12 @@ void Program::begin_together(const ReplicaJoin::Step& step) {
   broadcast_buffers(step.source);
 }
 
-void Program::take_part(const ReplicaJoin::Step& step, const std::string& name) {
+void StepProgram::take_part(const ReplicaJoin::Step& step, const std::string& name) {
   begin_together(step);
   finish_training(name, {});
 }
 
-bool Program::reads_input(size_t position) const {
+bool StepProgram::reads_input(size_t position) const {
   const auto& stages = runner_->stages();
   return std::any_of(stages.begin(), stages.end(), [&](const auto& stage) {
     return stage.second->program().reads_input(position);
@@ -213,7 +213,7 @@ bool Program::reads_input(size_t position) const {
 }
 
 /// Gives the buffers of a replica to all, where models ask for it.
-void Program::broadcast_buffers(int source) {
+void StepProgram::broadcast_buffers(int source) {
   for (const auto& model : runtime_->models()) {
     if (!model->options().broadcast_buffers()) continue;
     std::vector<at::Tensor> buffers;
@@ -226,7 +226,7 @@ void Program::broadcast_buffers(int source) {
 
 /// Notes when buckets are reduced, in a step that is recorded, and tells tests. The result says
 /// when they are.
-Program::Reductions Program::observe_reductions(bool records) {
+StepProgram::Reductions StepProgram::observe_reductions(bool records) {
   auto recorded = std::make_shared<std::vector<pipeline::ReductionRecord>>();
   const auto note = [recorded, test = runtime_->execution.on_reduction](const auto& event) {
     const int64_t now = pipeline::TimelineRecorder::now();
@@ -243,7 +243,7 @@ Program::Reductions Program::observe_reductions(bool records) {
 }
 
 /// Reduces buckets that have not started, too. `pace` is this replica's, but for its updates.
-void Program::finish_training(const std::string& name, ReplicaPace pace) {
+void StepProgram::finish_training(const std::string& name, ReplicaPace pace) {
   for (dp::StepGradients* gradients : gradients_.all()) gradients->reduce();
   pace.updates = runtime_->update_watch->updates();
   PaceExchange exchange(*runtime_->replicas(), pace);
@@ -276,10 +276,10 @@ void Program::finish_training(const std::string& name, ReplicaPace pace) {
 
 /// A copy of a tensor for other ranks, gathered from its shards if it has some. Collective over the
 /// ranks that have them together.
-at::Tensor Program::whole_copy(const ParameterTable::Entry& entry) const {
+at::Tensor StepProgram::whole_copy(const ParameterTable::Entry& entry) const {
   const auto shard = entry.shard();
   if (!shard) return entry.tensor.detach().contiguous();
-  dp::ShardedParameters& parameters = *runtime_->sharding()->parameters();
+  dp::ShardedParameters& parameters = *runtime_->parameter_shards()->parameters();
   parameters.gather(*shard);
   parameters.wait(*shard);
   const at::Tensor copy = entry.tensor.detach().clone(at::MemoryFormat::Contiguous);
@@ -289,7 +289,7 @@ at::Tensor Program::whole_copy(const ParameterTable::Entry& entry) const {
 
 /// Parameters that an optimizer may have changed, and buffers that a step may have: from their
 /// owners to the stages that read them too.
-void Program::refresh_replicas() {
+void StepProgram::refresh_replicas() {
   at::NoGradGuard no_grad;
   std::vector<WorkPtr> sends;
   std::vector<at::Tensor> copies;
@@ -313,7 +313,7 @@ void Program::refresh_replicas() {
 }
 
 /// Sees to it that the step is recorded as far as a record is wanted.
-void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
+void StepProgram::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
   if (!replay_check_ && !hashed_) return;
   records_.clear();
   step.records = &records_;
@@ -334,7 +334,7 @@ void Program::begin_records(const Inputs& inputs, pipeline::Executor::Step& step
 
 /// Stages keep the overrides they were given, so values that an earlier step overrode and this one
 /// does not are set back to the recorded ones.
-void Program::complete_overrides(Inputs& inputs) {
+void StepProgram::complete_overrides(Inputs& inputs) {
   for (const auto& list : inputs.constants) {
     for (const auto& change : list) {
       overridden_constants_.insert({change.operator_index, change.argument});
@@ -361,9 +361,9 @@ void Program::complete_overrides(Inputs& inputs) {
   }
 }
 
-Program::Outputs Program::run(Inputs inputs) {
-  if (runtime_->sharding()) runtime_->sharding()->parameters()->take_back();
-  if (graph_->trains() || runtime_->sharding()) forget_copies(*runtime_);
+StepProgram::Outputs StepProgram::run(Inputs inputs) {
+  if (runtime_->parameter_shards()) runtime_->parameter_shards()->parameters()->take_back();
+  if (graph_->trains() || runtime_->parameter_shards()) forget_copies(*runtime_);
   const graph::UnseenScope present(absent_);
   complete_overrides(inputs);
   if (graph_->trains()) begin_training(inputs.name);
@@ -389,7 +389,7 @@ Program::Outputs Program::run(Inputs inputs) {
   return outputs;
 }
 
-pipeline::Executor::Step Program::operands(const Inputs& inputs) {
+pipeline::Executor::Step StepProgram::operands(const Inputs& inputs) {
   pipeline::Executor::Step step;
   step.inputs = inputs.tensors;
   for (int64_t m = 0; m < microbatches_; ++m) {
@@ -412,7 +412,7 @@ pipeline::Executor::Step Program::operands(const Inputs& inputs) {
 }
 
 /// A leaf's call is another one at each run, but no device graph holds a leaf.
-bool Program::changes_numbers() const {
+bool StepProgram::changes_numbers() const {
   const auto is_number = [&](const std::pair<int, int>& overridden) {
     return !graph::is_leaf(graph_->operators[overridden.first].handle);
   };
@@ -421,20 +421,21 @@ bool Program::changes_numbers() const {
 }
 
 /// See `Executor::Step`.
-core::Refusal Program::why_no_device_graphs(const Inputs& inputs) const {
+core::Refusal StepProgram::why_no_device_graphs(const Inputs& inputs) const {
   if (changes_numbers()) return "numbers that the step function uses change between its calls";
   if (replay_check_ || hashed_)
     return "computations are recorded (\"replay_check\", \"record_hashes\")";
   if (runtime_->config().gradient_accumulation_fusion())
     return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";
-  if (runtime_->sharding()) return "parameters are divided (\"sharded_data_parallel_degree\")";
+  if (runtime_->parameter_shards())
+    return "parameters are divided (\"sharded_data_parallel_degree\")";
   if (!inputs.detach_outputs) return "outputs keep their history (detach_outputs(false))";
   return std::nullopt;
 }
 
 /// The number, among the microbatches of all ranks, of one that this rank runs. With tensor
 /// parallelism it runs those of its group, rank by rank, if each was given a batch.
-uint64_t Program::global_microbatch(int64_t microbatch) const {
+uint64_t StepProgram::global_microbatch(int64_t microbatch) const {
   const int64_t each = microbatches_ / runtime_->batches();
   const core::Topology& topology = runtime_->topology();
   int64_t batch = runtime_->rank_in(CommGroup::kRdp);
@@ -447,7 +448,7 @@ uint64_t Program::global_microbatch(int64_t microbatch) const {
 
 /// Sends each rank's outputs to all ranks of the pipeline, in one message per rank; or, unless it
 /// is `all`, those of one element.
-void Program::share_outputs(Outputs& outputs, bool all) const {
+void StepProgram::share_outputs(Outputs& outputs, bool all) const {
   if (pipeline_->size() == 1) return;
   for (int rank = 0; rank < pipeline_->size(); ++rank) {
     std::vector<graph::TensorMeta> metas;
@@ -475,9 +476,9 @@ void Program::share_outputs(Outputs& outputs, bool all) const {
 
 /// The tensors of a rank, on all ranks of the pipeline. Elements on devices stay there where
 /// devices can send them.
-std::vector<at::Tensor> Program::broadcast_outputs(const pipeline::MessageLayout& layout,
-                                                   std::vector<at::Tensor> tensors,
-                                                   int rank) const {
+std::vector<at::Tensor> StepProgram::broadcast_outputs(const pipeline::MessageLayout& layout,
+                                                       std::vector<at::Tensor> tensors,
+                                                       int rank) const {
   at::Tensor message, part;
   if (layout.device().is_cpu()) {
     message = layout.make_buffer();
