@@ -7,6 +7,7 @@
 #include <set>
 
 #include "core/check.h"
+#include "core/refusal.h"
 #include "core/text.h"
 
 namespace smp::checkpoint {
@@ -64,13 +65,12 @@ std::vector<std::string> misfits_of_average(const std::vector<ExpectedTensor>& p
   return lines;
 }
 
-/// The problem with one expected tensor, or empty.
-std::string problem_with(const ExpectedTensor& expected, const Index& index,
-                         const Tolerance& tolerance) {
+/// Why the checkpoint does not give an expected tensor its values.
+core::Refusal problem_with(const ExpectedTensor& expected, const Index& index,
+                           const Tolerance& tolerance) {
   const std::vector<std::string> found = stored_names(expected, index);
-  if (found.empty()) {
-    return tolerance.strict ? c10::str("missing, expected ", to_string(expected.spec)) : "";
-  }
+  if (found.empty() && !tolerance.strict) return std::nullopt;
+  if (found.empty()) return c10::str("missing, expected ", to_string(expected.spec));
   const TensorEntry& first = *index.find_model(found.front());
   for (const std::string& name : found) {
     const TensorEntry& entry = *index.find_model(name);
@@ -83,7 +83,7 @@ std::string problem_with(const ExpectedTensor& expected, const Index& index,
                       "contents for the two");
     }
   }
-  return "";
+  return std::nullopt;
 }
 
 /// Names of the index for tensors that no model expects. Another name of a tensor that is expected
@@ -163,10 +163,8 @@ void check_names(const std::vector<ExpectedTensor>& expected, const Index& index
                  const std::string& path, const Tolerance& tolerance) {
   Problems problems;
   for (const ExpectedTensor& tensor : expected) {
-    const std::string problem = problem_with(tensor, index, tolerance);
-    if (!problem.empty()) {
-      problems[tensor.names.front()] = problem;
-    }
+    const core::Refusal problem = problem_with(tensor, index, tolerance);
+    if (problem) problems[tensor.names.front()] = *problem;
   }
   if (tolerance.strict) {
     for (const std::string& name : unexpected_names(expected, index)) {

@@ -74,32 +74,20 @@ FileWriter::FileWriter(std::string path, Medium medium)
   const int is_new = medium == Medium::kDisk ? O_EXCL : 0;
   if (is_new != 0) remove_left(written_);
   constexpr int kNoOther = O_NOFOLLOW | O_NONBLOCK;  // no link's target, no pipe that waits
-  fd_ = ::open(written_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | kNoOther | is_new, 0644);
-  check_system(fd_ >= 0, "create", written_);
+  constexpr int kFlags = O_WRONLY | O_CREAT | O_CLOEXEC | kNoOther;
+  fd_ = core::Descriptor(::open(written_.c_str(), kFlags | is_new, 0644));
+  check_system(static_cast<bool>(fd_), "create", written_);
   struct stat status = {};
-  if (::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode)) return;
-  ::close(fd_);
-  fail_in_the_way(written_);
+  const bool is_file = ::fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode);
+  if (!is_file) fail_in_the_way(written_);
 }
 
 FileWriter::~FileWriter() {
-  if (fd_ >= 0) {
-    ::close(fd_);
-    ::unlink(written_.c_str());
-  }
+  if (fd_) ::unlink(written_.c_str());
 }
 
 void FileWriter::append(const void* data, size_t size) {
-  const char* bytes = static_cast<const char*>(data);
-  size_t done = 0;
-  while (done < size) {
-    const ssize_t written = ::write(fd_, bytes + done, size - done);
-    if (written < 0 && errno == EINTR) {
-      continue;
-    }
-    check_system(written >= 0, "write", written_);
-    done += static_cast<size_t>(written);
-  }
+  check_system(core::write_fully(fd_.get(), data, size), "write", written_);
   if (medium_ == Medium::kDisk) hasher_.update(data, size);
   size_ += size;
 }
@@ -107,7 +95,7 @@ void FileWriter::append(const void* data, size_t size) {
 /// The pages that were synced are dropped, so that this asks the disk where the file system lets
 /// it.
 void FileWriter::check_stored() const {
-  ::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
+  ::posix_fadvise(fd_.get(), 0, 0, POSIX_FADV_DONTNEED);
   const FileReader stored(written_);
   const uint64_t got = stored.hash(0, std::min(size_, stored.size()));
   SMP_CHECK_WITH(CheckpointError, stored.size() == size_ && got == hasher_.digest(), "\"",
@@ -119,34 +107,27 @@ void FileWriter::check_stored() const {
 
 void FileWriter::commit() {
   if (medium_ == Medium::kDisk) {
-    check_system(::fsync(fd_) == 0, "sync", written_);
+    check_system(::fsync(fd_.get()) == 0, "sync", written_);
     check_stored();
     check_system(::rename(written_.c_str(), path_.c_str()) == 0, "rename to its final name",
                  written_);
   } else {
     // The old file may have been longer.
-    check_system(::ftruncate(fd_, static_cast<off_t>(size_)) == 0, "write", written_);
+    check_system(::ftruncate(fd_.get(), static_cast<off_t>(size_)) == 0, "write", written_);
   }
   // From here on nothing is left to remove, whatever close() says.
-  const int fd = std::exchange(fd_, -1);
-  check_system(::close(fd) == 0, "close", path_);
+  check_system(::close(fd_.release()) == 0, "close", path_);
 }
 
 FileReader::FileReader(std::string path) : path_(std::move(path)) {
   // Without O_NONBLOCK opening a pipe would wait for its writer.
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-  check_system(fd_ >= 0, "open", path_);
+  fd_ = core::Descriptor(::open(path_.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
+  check_system(static_cast<bool>(fd_), "open", path_);
   struct stat status = {};
-  const bool regular = ::fstat(fd_, &status) == 0 && S_ISREG(status.st_mode);
-  if (!regular) {
-    ::close(fd_);
-    core::fail<CheckpointError>("cannot read \"", core::printable(path_),
-                                "\": expected a regular file.");
-  }
+  SMP_CHECK_WITH(CheckpointError, ::fstat(fd_.get(), &status) == 0 && S_ISREG(status.st_mode),
+                 "cannot read \"", core::printable(path_), "\": expected a regular file.");
   size_ = static_cast<uint64_t>(status.st_size);
 }
-
-FileReader::~FileReader() { ::close(fd_); }
 
 void allow_open_files(size_t count) {
   constexpr rlim_t kOthers = 512;  // sockets, shared memory, the user's
@@ -157,19 +138,11 @@ void allow_open_files(size_t count) {
 }
 
 void FileReader::read(uint64_t offset, void* data, size_t size) const {
-  char* bytes = static_cast<char*>(data);
-  size_t done = 0;
-  while (done < size) {
-    const ssize_t got = ::pread(fd_, bytes + done, size - done, static_cast<off_t>(offset + done));
-    if (got < 0 && errno == EINTR) {
-      continue;
-    }
-    check_system(got >= 0, "read", path_);
-    SMP_CHECK_WITH(CheckpointError, got > 0, "\"", core::printable(path_),
-                   "\" is truncated: expected ", size, " bytes at offset ", offset, ", got ", done,
-                   ". Use another checkpoint.");
-    done += static_cast<size_t>(got);
-  }
+  const ssize_t got = core::read_fully(fd_.get(), data, size, static_cast<off_t>(offset));
+  check_system(got >= 0, "read", path_);
+  SMP_CHECK_WITH(CheckpointError, static_cast<size_t>(got) == size, "\"", core::printable(path_),
+                 "\" is truncated: expected ", size, " bytes at offset ", offset, ", got ", got,
+                 ". Use another checkpoint.");
 }
 
 uint64_t FileReader::hash(uint64_t offset, uint64_t size) const {
@@ -214,13 +187,9 @@ std::string read_file(const std::string& path, uint64_t most) {
 }
 
 void sync_folder(const std::string& folder) {
-  const int fd = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  check_system(fd >= 0, "open folder", folder);
-  const bool synced = ::fsync(fd) == 0;
-  const int error = errno;
-  ::close(fd);
-  errno = error;
-  check_system(synced, "sync folder", folder);
+  const core::Descriptor fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  check_system(static_cast<bool>(fd), "open folder", folder);
+  check_system(::fsync(fd.get()) == 0, "sync folder", folder);
 }
 
 }  // namespace smp::checkpoint

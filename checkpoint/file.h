@@ -7,6 +7,8 @@
 #include <memory>
 #include <string>
 
+#include "core/descriptor.h"
+
 namespace smp::checkpoint {
 
 /// 64-bit xxHash (XXH64, seed 0) of bytes that are given piece by piece.
@@ -44,8 +46,6 @@ class FileWriter {
   /// Creates the file. Throws CheckpointError if that fails.
   explicit FileWriter(std::string path, Medium medium = Medium::kDisk);
   ~FileWriter();
-  FileWriter(const FileWriter&) = delete;
-  FileWriter& operator=(const FileWriter&) = delete;
 
   /// Appends `size` bytes. Throws CheckpointError (for example: no space left).
   void append(const void* data, size_t size);
@@ -63,7 +63,7 @@ class FileWriter {
   const std::string path_;
   const Medium medium_;
   const std::string written_;  // its name until `commit`
-  int fd_ = -1;
+  core::Descriptor fd_;
   uint64_t size_ = 0;
   Hasher hasher_;  // hash of a file on a disk
 };
@@ -73,9 +73,6 @@ class FileReader {
  public:
   /// Throws CheckpointError if `path` cannot be opened or is not a regular file.
   explicit FileReader(std::string path);
-  ~FileReader();
-  FileReader(const FileReader&) = delete;
-  FileReader& operator=(const FileReader&) = delete;
 
   /// Size in bytes when it was opened.
   uint64_t size() const { return size_; }
@@ -90,7 +87,7 @@ class FileReader {
 
  private:
   std::string path_;
-  int fd_ = -1;
+  core::Descriptor fd_;
   uint64_t size_ = 0;
 };
 

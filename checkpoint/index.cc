@@ -6,8 +6,8 @@
 #include <set>
 
 #include "checkpoint/file.h"
-#include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/json.h"
 #include "core/json_reader.h"
 #include "core/text.h"
 
@@ -80,6 +80,13 @@ void append_pretty(const ordered_json& value, size_t indent, size_t column, std:
     separator = ",\n";
   }
   out += "\n" + std::string(indent, ' ') + line.back();
+}
+
+/// Indented JSON in which whatever fits into 160 columns stays on one line.
+std::string pretty(const ordered_json& value) {
+  std::string text;
+  append_pretty(value, 0, 0, text);
+  return text + "\n";
 }
 
 [[noreturn]] void fail_in(const std::string& file, const std::string& place,
@@ -277,12 +284,6 @@ std::string with_checksum(std::string text) {
   return text.replace(position, kChecksumDigits, hash_text(hasher.digest()));
 }
 
-std::string pretty(const ordered_json& value) {
-  std::string text;
-  append_pretty(value, 0, 0, text);
-  return text + "\n";
-}
-
 const TensorEntry* Index::find_model(const std::string& name) const {
   const auto alias = aliases.find(name);
   const auto found = model.find(alias == aliases.end() ? name : alias->second);
@@ -321,7 +322,7 @@ std::string Index::to_text(uint64_t most) const {
 }
 
 Index Index::from_text(const std::string& text, const std::string& path) {
-  const json parsed = parse_untrusted(text);
+  const json parsed = core::parse_untrusted(text);
   SMP_CHECK_WITH(CheckpointError, parsed.is_object(), "\"", core::printable(path),
                  "\" is malformed: expected a JSON object with each key once, got ", text.size(),
                  " bytes that are none. Use another checkpoint.");

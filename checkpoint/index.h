@@ -83,7 +83,4 @@ bool names_format(const std::string& text);
 /// Gives the text of an index its checksum: the XXH64 of the text with zeros in its place.
 std::string with_checksum(std::string text);
 
-/// Indented JSON in which whatever fits into 160 columns stays on one line.
-std::string pretty(const nlohmann::ordered_json& json);
-
 }  // namespace smp::checkpoint

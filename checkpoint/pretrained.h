@@ -15,6 +15,12 @@
 
 namespace smp::checkpoint {
 
+/// "weight_map" of a Hugging Face index (model.safetensors.index.json): the file of each tensor, a
+/// plain name without folders. `path` is the index's, for errors. Throws CheckpointError for JSON
+/// of another form, and for names that could point out of the folder.
+std::map<std::string, std::string> parse_weight_map(const std::string& text,
+                                                    const std::string& path);
+
 /// Safetensors files that together hold a model, as Hugging Face's libraries write them: a folder
 /// with "model.safetensors", or with "model.safetensors.index.json", which says in "weight_map"
 /// which file holds each tensor; or one file. Not thread-safe.

@@ -10,9 +10,10 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <set>
+#include <tuple>
 
-#include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/json.h"
 #include "core/text.h"
 
 namespace smp::checkpoint {
@@ -280,7 +281,7 @@ uint64_t SafetensorsReader::read_header_size() const {
 }
 
 void SafetensorsReader::parse_header(const std::string& header) {
-  const nlohmann::json json = parse_untrusted(header);
+  const nlohmann::json json = core::parse_untrusted(header);
   SMP_CHECK_WITH(CheckpointError, json.is_object(), "\"", core::printable(file_->path()),
                  "\" has a malformed header: expected a JSON object in bytes ", kLengthBytes,
                  " to ", data_begin_, ", got something else. Use another checkpoint.");
@@ -308,23 +309,19 @@ void SafetensorsReader::parse_header(const std::string& header) {
 }
 
 void SafetensorsReader::check_layout() const {
-  std::vector<std::pair<uint64_t, std::string>> by_offset;
+  std::vector<std::tuple<uint64_t, uint64_t, std::string>> by_offset;
   for (const auto& [name, entry] : entries_) {
-    by_offset.emplace_back(entry.offset, name);
+    by_offset.emplace_back(entry.offset, entry.bytes, name);
   }
   // Empty tensors share their offset with a neighbour: they come first.
-  std::sort(by_offset.begin(), by_offset.end(), [&](const auto& a, const auto& b) {
-    return std::make_pair(a.first, entries_.at(a.second).bytes) <
-           std::make_pair(b.first, entries_.at(b.second).bytes);
-  });
+  std::sort(by_offset.begin(), by_offset.end());
   uint64_t end = data_begin_;
-  for (const auto& [offset, name] : by_offset) {
+  for (const auto& [offset, bytes, name] : by_offset) {
     SMP_CHECK_WITH(CheckpointError, offset == end, "\"", core::printable(file_->path()),
                    "\" has a malformed header: tensor \"", core::printable(name), "\" ",
                    offset < end ? "overlaps another" : "leaves a hole before it",
                    ": expected it to start at byte ", end, ", got ", offset,
                    ". Use another checkpoint.");
-    const uint64_t bytes = entries_.at(name).bytes;
     SMP_CHECK_WITH(CheckpointError, bytes <= file_->size() - std::min(end, file_->size()), "\"",
                    core::printable(file_->path()), "\" is truncated: tensor \"",
                    core::printable(name), "\" ends at byte ", end + bytes, ", got a file of ",

@@ -22,6 +22,8 @@
 namespace smp::checkpoint {
 namespace {
 
+using core::Descriptor;
+
 constexpr size_t kMostOfHolder = 400;
 constexpr const char* kBegin = "process ";
 constexpr const char* kSavesThere = " saves there, since ";
@@ -87,34 +89,32 @@ void write_holder(int fd) {
 
 constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
 
-/// A new file of that name: -1 and `errno` if there is one, or there can be none. It appears locked
-/// and with its holder where the file system has files without a name: a save that is killed
+/// A new file of that name: none and `errno` if there is one, or there can be none. It appears
+/// locked and with its holder where the file system has files without a name: a save that is killed
 /// before leaves nothing, and others never find it without its holder.
-int make_lock(const std::string& file) {
+Descriptor make_lock(const std::string& file) {
   const std::string folder = file.substr(0, file.rfind('/') + 1);
-  const int fd =
-      ::open(folder.empty() ? "." : folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0644);
-  if (fd >= 0) {
-    lock(fd);
-    write_holder(fd);
-    const std::string unnamed = c10::str("/proc/self/fd/", fd);
-    if (::linkat(AT_FDCWD, unnamed.c_str(), AT_FDCWD, file.c_str(), AT_SYMLINK_FOLLOW) == 0) {
+  constexpr int kUnnamed = O_TMPFILE | O_RDWR | O_CLOEXEC;
+  if (Descriptor fd(::open(folder.empty() ? "." : folder.c_str(), kUnnamed, 0644)); fd) {
+    lock(fd.get());
+    write_holder(fd.get());
+    const std::string path = c10::str("/proc/self/fd/", fd.get());
+    if (::linkat(AT_FDCWD, path.c_str(), AT_FDCWD, file.c_str(), AT_SYMLINK_FOLLOW) == 0) {
       return fd;
     }
-    ::close(fd);
   }
-  return ::open(file.c_str(), kFlags | O_CREAT | O_EXCL, 0644);
+  return Descriptor(::open(file.c_str(), kFlags | O_CREAT | O_EXCL, 0644));
 }
 
-/// Opens the lock's file, which `is_new` if there was none: -1 and `errno` if it cannot. Follows no
-/// link, and waits for no other end of a pipe.
-int open_lock(const std::string& file, bool& is_new) {
+/// Opens the lock's file, which `is_new` if there was none: none and `errno` if it cannot. Follows
+/// no link, and waits for no other end of a pipe.
+Descriptor open_lock(const std::string& file, bool& is_new) {
   for (;;) {
-    int fd = make_lock(file);
-    is_new = fd >= 0;
+    Descriptor fd = make_lock(file);
+    is_new = static_cast<bool>(fd);
     if (is_new || errno != EEXIST) return fd;
-    fd = ::open(file.c_str(), kFlags);
-    if (fd >= 0 || errno != ENOENT) return fd;  // else it was removed in between
+    fd = Descriptor(::open(file.c_str(), kFlags));
+    if (fd || errno != ENOENT) return fd;  // else it was removed in between
   }
 }
 
@@ -125,62 +125,55 @@ std::string lock_file(const std::string& path) { return path + ".lock"; }
 SaveLock::~SaveLock() { release(); }
 
 void SaveLock::take(const std::string& path) {
-  while (fd_ < 0 && !try_take(path)) {
+  while (!fd_ && !try_take(path)) {
   }
 }
 
 /// Opens the file for `try_take`.
-int SaveLock::open(const std::string& cannot_save) {
-  const int fd = open_lock(file_, owns_file_);
-  const int error = fd < 0 ? errno : 0;
-  if (fd < 0 && error != ELOOP && error != ENXIO) {
+Descriptor SaveLock::open(const std::string& cannot_save) {
+  Descriptor fd = open_lock(file_, owns_file_);
+  const int error = fd ? 0 : errno;
+  if (!fd && error != ELOOP && error != ENXIO) {
     fail_on_disk(c10::str(cannot_save, "cannot create \"", core::printable(file_),
                           "\": ", std::strerror(error)),
                  error);
   }
-  if (fd >= 0 && is_regular(fd)) return fd;
-  if (fd >= 0) ::close(fd);
-  core::fail<CheckpointError>(
-      cannot_save, "expected at \"", core::printable(file_),
-      "\" no file, or one that can be locked, got a link or something else. "
-      "Remove it, or save elsewhere.");
+  SMP_CHECK_WITH(CheckpointError, fd && is_regular(fd.get()), cannot_save, "expected at \"",
+                 core::printable(file_),
+                 "\" no file, or one that can be locked, got a link or something else. "
+                 "Remove it, or save elsewhere.");
+  return fd;
 }
 
 /// False if the file was removed in between.
 bool SaveLock::try_take(const std::string& path) {
   const std::string cannot_save =
       c10::str("cannot save checkpoint \"", core::printable(path), "\": ");
-  const int fd = open(cannot_save);
-  const int error = lock(fd);
-  const std::string holder = holder_in(fd);
-  if (error == EWOULDBLOCK) {
-    ::close(fd);
-    core::fail<CheckpointError>(
-        cannot_save, holder.empty() ? "another process has locked it" : holder, " (\"",
-        core::printable(file_), "\" is locked). Give each job a folder of its own.");
-  }
+  Descriptor fd = open(cannot_save);
+  const int error = lock(fd.get());
+  const std::string holder = holder_in(fd.get());
+  SMP_CHECK_WITH(CheckpointError, error != EWOULDBLOCK, cannot_save,
+                 holder.empty() ? "another process has locked it" : holder, " (\"",
+                 core::printable(file_), "\" is locked). Give each job a folder of its own.");
   if (error != 0) {
     core::log_warning(c10::str("cannot lock \"", core::printable(file_),
                                "\": ", std::strerror(error),
                                ". Another job that saves there at the same time would not be "
                                "noticed: give each job a folder of its own."));
   }
-  if (!is_file_at(fd, file_)) {
-    ::close(fd);
-    return false;
-  }
-  fd_ = fd;
+  if (!is_file_at(fd.get(), file_)) return false;
+  fd_ = std::move(fd);
   owns_file_ = owns_file_ || !holder.empty();
-  if (owns_file_) write_holder(fd_);
+  if (owns_file_) write_holder(fd_.get());
   return true;
 }
 
 void SaveLock::release() noexcept {
-  if (fd_ < 0) return;
-  if (owns_file_ && is_file_at(fd_, file_)) ::unlink(file_.c_str());
+  if (!fd_) return;
+  if (owns_file_ && is_file_at(fd_.get(), file_)) ::unlink(file_.c_str());
   // Not by closing alone: a child of fork() has the descriptor, too.
-  ::flock(fd_, LOCK_UN);
-  ::close(std::exchange(fd_, -1));
+  ::flock(fd_.get(), LOCK_UN);
+  fd_ = Descriptor();
 }
 
 }  // namespace smp::checkpoint

@@ -4,6 +4,8 @@
 #include <string>
 #include <utility>
 
+#include "core/descriptor.h"
+
 namespace smp::checkpoint {
 
 /// Keeps two saves, of one job or of several, from writing to the same place: a lock on a file,
@@ -13,8 +15,6 @@ class SaveLock {
  public:
   explicit SaveLock(std::string file) : file_(std::move(file)) {}
   ~SaveLock();
-  SaveLock(const SaveLock&) = delete;
-  SaveLock& operator=(const SaveLock&) = delete;
 
   /// Takes the lock of the checkpoint `path`; does nothing when it is taken already. Throws a
   /// CheckpointError that says who saves there, if another process does. Where the file system has
@@ -27,10 +27,10 @@ class SaveLock {
 
  private:
   bool try_take(const std::string& path);
-  int open(const std::string& cannot_save);
+  core::Descriptor open(const std::string& cannot_save);
 
   const std::string file_;
-  int fd_ = -1;
+  core::Descriptor fd_;
   bool owns_file_ = false;
 };
 

@@ -2,13 +2,13 @@
 #include "core/failure.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -26,15 +26,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-template <class Number>
-std::optional<Number> parse_number(const std::string& text) {
-  Number number{};
-  const char* end = text.data() + text.size();
-  const auto [stop, error] = std::from_chars(text.data(), end, number);
-  if (error != std::errc{} || stop != end) return std::nullopt;
-  return number;
-}
-
 constexpr std::array<std::pair<const char*, Failure::Kind>, 4> kKinds = {{
     {"own", Failure::Kind::kOwn},
     {"heard", Failure::Kind::kHeard},
@@ -49,14 +40,14 @@ constexpr const char* kCause = "cause";
 constexpr const char* kOrder = "order";
 
 std::optional<Failure> read_failure(const fs::path& file) {
-  const auto rank = parse_number<int>(file.filename().string());
+  const auto rank = c10::tryToNumber<int64_t>(file.filename().string());
   std::ifstream in(file);
   std::string line;
   if (!rank || !std::getline(in, line)) return std::nullopt;
   std::istringstream words(line);
   std::string kind;
   Failure failure;
-  failure.rank = *rank;
+  failure.rank = static_cast<int>(*rank);
   words >> failure.order >> kind;
   const auto* const known = std::find_if(kKinds.begin(), kKinds.end(),
                                          [&](const auto& one) { return one.first == kind; });

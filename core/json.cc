@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/descriptor.h"
 #include "core/text.h"
 
 namespace smp::core {
@@ -28,7 +29,12 @@ constexpr size_t kMaxDepth = 256;
 // members of an object, or elements of an array, again for each structure in it.
 class Inspection final : public nlohmann::json_sax<json> {
  public:
-  const JsonOutline& outline() const { return outline_; }
+  explicit Inspection(const std::string& text) { json::sax_parse(text, this); }
+
+  bool is_malformed() const { return is_malformed_; }
+  bool is_too_deep() const { return is_too_deep_; }
+  /// The path of the first key that an object has twice; empty: none.
+  const std::string& repeated() const { return repeated_; }
 
   bool null() override { return true; }
   bool boolean(bool) override { return true; }
@@ -39,14 +45,14 @@ class Inspection final : public nlohmann::json_sax<json> {
   bool binary(json::binary_t&) override { return true; }
   bool start_object(size_t) override {
     open_.emplace_back();
-    outline_.is_too_deep = open_.size() > kMaxDepth;
-    return !outline_.is_too_deep;
+    is_too_deep_ = open_.size() > kMaxDepth;
+    return !is_too_deep_;
   }
   // The parser of a tree would silently keep the last of two values.
   bool key(std::string& name) override {
     Structure& object = open_.back();
     object.key = name;
-    if (!object.seen.insert(name).second && outline_.repeated.empty()) outline_.repeated = path();
+    if (!object.seen.insert(name).second && repeated_.empty()) repeated_ = path();
     return true;
   }
   bool end_object() override {
@@ -56,7 +62,7 @@ class Inspection final : public nlohmann::json_sax<json> {
   bool start_array(size_t size) override { return start_object(size); }
   bool end_array() override { return end_object(); }
   bool parse_error(size_t, const std::string&, const json::exception&) override {
-    outline_.is_malformed = true;
+    is_malformed_ = true;
     return false;
   }
 
@@ -75,7 +81,8 @@ class Inspection final : public nlohmann::json_sax<json> {
   }
 
   std::vector<Structure> open_;
-  JsonOutline outline_;
+  bool is_malformed_ = false, is_too_deep_ = false;
+  std::string repeated_;
 };
 
 // "line 3, column 5" of the byte (1-based) at which the parser stopped.
@@ -93,28 +100,12 @@ std::string reason(const json::exception& error) {
   return at == std::string::npos ? what : what.substr(at + 2);
 }
 
-// Closes a file at the end of the block.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int get() const { return fd_; }
-
- private:
-  const int fd_;
-};
-
 // The contents of a regular file of at most `most` bytes; else the error, in `problem`.
 std::string read_regular(const std::string& path, uint64_t most, std::string& problem) {
   // Without O_NONBLOCK opening a pipe would wait for its writer.
   const Descriptor file(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   struct stat status = {};
-  if (file.get() < 0 || fstat(file.get(), &status) != 0) {
+  if (!file || fstat(file.get(), &status) != 0) {
     problem = std::strerror(errno);
     return "";
   }
@@ -128,15 +119,9 @@ std::string read_regular(const std::string& path, uint64_t most, std::string& pr
   }
   if (!problem.empty()) return "";
   std::string text(size, '\0');
-  size_t done = 0;
-  while (done < text.size()) {
-    const ssize_t got = read(file.get(), text.data() + done, text.size() - done);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) problem = std::strerror(errno);
-    if (got <= 0) break;
-    done += static_cast<size_t>(got);
-  }
-  text.resize(done);
+  const ssize_t got = read_fully(file.get(), text.data(), text.size(), 0);
+  if (got < 0) problem = std::strerror(errno);
+  text.resize(static_cast<size_t>(std::max<ssize_t>(got, 0)));
   return text;
 }
 
@@ -190,16 +175,10 @@ std::string read_to_the_end(int pipe, std::chrono::milliseconds patience, uint64
 
 }  // namespace
 
-JsonOutline outline_of(const std::string& text) {
-  Inspection inspection;
-  json::sax_parse(text, &inspection);
-  return inspection.outline();
-}
-
 json parse_json(const std::string& text, const std::string& name) {
   const std::string source_name = printable(name);
-  const JsonOutline outline = outline_of(text);
-  SMP_CHECK_WITH(ConfigError, !outline.is_too_deep, source_name, ": expected JSON of at most ",
+  const Inspection inspection(text);
+  SMP_CHECK_WITH(ConfigError, !inspection.is_too_deep(), source_name, ": expected JSON of at most ",
                  kMaxDepth, " levels, got more. Write values without so many brackets.");
   json parsed;
   try {
@@ -213,10 +192,17 @@ json parse_json(const std::string& text, const std::string& name) {
                             ": a number is too large for JSON: ", printable(reason(error), 100),
                             ". Write a smaller one.");
   }
-  SMP_CHECK_WITH(ConfigError, outline.repeated.empty(), source_name, ": \"",
-                 printable(outline.repeated, 100),
+  SMP_CHECK_WITH(ConfigError, inspection.repeated().empty(), source_name, ": \"",
+                 printable(inspection.repeated(), 100),
                  "\": expected each key once, got it twice in one object. Remove one of the two.");
   return parsed;
+}
+
+json parse_untrusted(const std::string& text) {
+  const Inspection inspection(text);
+  const bool is_sound = !inspection.is_malformed() && !inspection.is_too_deep();
+  if (!is_sound || !inspection.repeated().empty()) return json(json::value_t::discarded);
+  return json::parse(text, nullptr, /*allow_exceptions=*/false);
 }
 
 std::string read_file(const std::string& path, const std::string& what, uint64_t most) {
@@ -231,7 +217,7 @@ std::string read_pipe(const std::string& path, const std::string& what,
   // Without O_NONBLOCK opening a pipe would wait for its writer.
   const Descriptor pipe(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC));
   std::string problem, text;
-  if (pipe.get() < 0) {
+  if (!pipe) {
     problem = std::strerror(errno);
   } else {
     text = read_to_the_end(pipe.get(), patience, most, problem);

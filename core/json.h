@@ -8,19 +8,14 @@
 
 namespace smp::core {
 
-/// A text as JSON, without its values.
-struct JsonOutline {
-  bool is_malformed = false;
-  bool is_too_deep = false;  ///< more than 256 levels, which functions that recur could not bear
-  std::string repeated;      ///< path of the first key that an object has twice; empty: none
-};
-
-/// Looks at `text` to its end, or to the first fault. Takes time by its length.
-JsonOutline outline_of(const std::string& text);
-
 /// Parses `text`. Throws `ConfigError` for malformed JSON, with `source_name`, line and column,
 /// for a key that occurs twice in one object, with its path, and for more than 256 levels.
 nlohmann::json parse_json(const std::string& text, const std::string& source_name);
+
+/// Parses JSON of unknown origin; a text that is none, has an object with the same key twice, or is
+/// nested deeper than 256 levels, which functions that recur over it could not bear, is a discarded
+/// value (`is_discarded()`). Never throws.
+nlohmann::json parse_untrusted(const std::string& text);
 
 /// The contents of a file, which errors call `what` ("the configuration file"). Throws
 /// `ConfigError` that names it and the reason: a file that is not regular (it might never end), or

@@ -3,72 +3,48 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
-#include <utility>
 
 #include "core/check.h"
+#include "core/descriptor.h"
 #include "core/env.h"
 #include "core/text.h"
 
 namespace smp::core {
 namespace {
 
-constexpr std::array<std::pair<const char*, LogLevel>, 4> kLevels = {{
-    {"debug", LogLevel::kDebug},
-    {"info", LogLevel::kInfo},
-    {"warning", LogLevel::kWarning},
-    {"error", LogLevel::kError},
-}};
+/// The importance of a line, and its names.
+enum Level : size_t { kDebug, kInfo, kWarning, kError };
+constexpr std::array kLevels = {"debug", "info", "warning", "error"};
 
-void write_all(const std::string& line) {
-  size_t done = 0;
-  while (done < line.size()) {
-    const ssize_t written = ::write(STDERR_FILENO, line.data() + done, line.size() - done);
-    if (written <= 0) return;  // stderr is gone; there is nowhere to say so
-    done += static_cast<size_t>(written);
-  }
+void write_line(Level level, const std::string& text) {
+  // Plain information needs no label; everything else is worth a second look.
+  const std::string label = level == kInfo ? "" : std::string(kLevels[level]) + ": ";
+  const std::string line = error_prefix() + label + printable_lines(text) + "\n";
+  // It fails where stderr is gone; there is nowhere to say so.
+  static_cast<void>(write_fully(STDERR_FILENO, line.data(), line.size()));
 }
 
-LogLevel level_from_environment() {
-  const auto name = core::env("SMP_LOG_LEVEL");
-  if (!name) return LogLevel::kInfo;
-  const auto level = parse_log_level(*name);
-  if (!level) {
-    write_all(log_line(LogLevel::kWarning,
-                       "SMP_LOG_LEVEL: expected debug, info, warning or error, got \"" +
-                           printable(*name, 100) + "\"; using info."));
-  }
-  return level.value_or(LogLevel::kInfo);
+Level level_from_environment() {
+  const std::string name = env("SMP_LOG_LEVEL").value_or(kLevels[kInfo]);
+  const auto* const known = std::find(kLevels.begin(), kLevels.end(), name);
+  if (known != kLevels.end()) return static_cast<Level>(known - kLevels.begin());
+  write_line(kWarning, "SMP_LOG_LEVEL: expected debug, info, warning or error, got \"" +
+                           printable(name, 100) + "\"; using info.");
+  return kInfo;
 }
 
-void log(LogLevel level, const std::string& text) {
-  if (level >= log_level()) write_all(log_line(level, text));
+void log(Level level, const std::string& text) {
+  static const Level least = level_from_environment();
+  if (level >= least) write_line(level, text);
 }
 
 }  // namespace
 
-std::optional<LogLevel> parse_log_level(const std::string& name) {
-  for (const auto& [known, level] : kLevels) {
-    if (name == known) return level;
-  }
-  return std::nullopt;
-}
-
-LogLevel log_level() {
-  static const LogLevel level = level_from_environment();
-  return level;
-}
-
-std::string log_line(LogLevel level, const std::string& text) {
-  // Plain information needs no label; everything else is worth a second look.
-  const std::string label =
-      level == LogLevel::kInfo ? "" : std::string(kLevels[static_cast<size_t>(level)].first) + ": ";
-  return error_prefix() + label + printable_lines(text) + "\n";
-}
-
-void log_debug(const std::string& text) { log(LogLevel::kDebug, text); }
-void log_info(const std::string& text) { log(LogLevel::kInfo, text); }
-void log_warning(const std::string& text) { log(LogLevel::kWarning, text); }
-void log_error(const std::string& text) { log(LogLevel::kError, text); }
+void log_debug(const std::string& text) { log(kDebug, text); }
+void log_info(const std::string& text) { log(kInfo, text); }
+void log_warning(const std::string& text) { log(kWarning, text); }
+void log_error(const std::string& text) { log(kError, text); }
 
 }  // namespace smp::core

@@ -1,20 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/public_call.h"
 
+#include <xxhash.h>
+
 #include <algorithm>
 #include <cstring>
 
 namespace smp::core {
 namespace {
 
-// FNV-1a, but never 0, which is that of no text.
+// Never 0, which is that of no text.
 uint64_t hash_of(std::string_view text) {
-  if (text.empty()) return 0;
-  uint64_t hash = 0xcbf29ce484222325U;
-  for (const char letter : text) {
-    hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3U;
-  }
-  return hash | 1;
+  return text.empty() ? 0 : XXH64(text.data(), text.size(), /*seed=*/0) | 1;
 }
 
 // Needs no destructor, since handlers that run when a program ends are in calls, too.

@@ -31,18 +31,9 @@ std::string list_text(const Parameter& parameter) {
   return text + "]";
 }
 
+// The types are in the order of the alternatives, of which the first is no value.
 bool has_right_type(const Parameter& parameter, const ConfigValue& value) {
-  switch (parameter.type) {
-    case ParameterType::kBool:
-      return std::holds_alternative<bool>(value);
-    case ParameterType::kInt:
-      return std::holds_alternative<int64_t>(value);
-    case ParameterType::kNumber:
-      return std::holds_alternative<double>(value);
-    case ParameterType::kString:
-      return std::holds_alternative<std::string>(value);
-  }
-  SMP_INTERNAL_ASSERT(false, "a parameter without a type");
+  return value.index() == static_cast<size_t>(parameter.type) + 1;
 }
 
 bool is_integer_in_range(const Parameter& parameter, const std::string& text) {
@@ -182,8 +173,8 @@ ConfigValue normalised(const Parameter& parameter, const ConfigValue& value) {
   return value;
 }
 
-std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
-                                         const ConfigValue& given, const std::string& text) {
+Refusal value_problem(const Parameter& parameter, const std::string& key, const ConfigValue& given,
+                      const std::string& text) {
   const ConfigValue value = normalised(parameter, given);
   const bool right_type = has_right_type(parameter, value);
   if (right_type && in_range(parameter, value)) return std::nullopt;
@@ -203,8 +194,7 @@ std::optional<std::string> value_problem(const Parameter& parameter, const std::
   return "expected " + expected_values(parameter) + ", got " + got + ".";
 }
 
-std::optional<std::string> availability_problem(const Parameter& parameter,
-                                                const ConfigValue& given) {
+Refusal availability_problem(const Parameter& parameter, const ConfigValue& given) {
   const std::string got = to_string(normalised(parameter, given));
   const std::string usual = to_string(parameter.default_value);
   const std::string remedy = std::holds_alternative<std::monostate>(parameter.default_value)

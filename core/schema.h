@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/refusal.h"
 #include "smp/config.h"
 
 namespace smp::core {
@@ -79,11 +80,10 @@ ConfigValue normalised(const Parameter& parameter, const ConfigValue& value);
 
 /// The error in the type or the range of `value`, or nothing. `key` is the name it was given under,
 /// `text` the value as it was written.
-std::optional<std::string> value_problem(const Parameter& parameter, const std::string& key,
-                                         const ConfigValue& value, const std::string& text);
+Refusal value_problem(const Parameter& parameter, const std::string& key, const ConfigValue& value,
+                      const std::string& text);
 
 /// Why a value of right type and range is refused, or nothing.
-std::optional<std::string> availability_problem(const Parameter& parameter,
-                                                const ConfigValue& value);
+Refusal availability_problem(const Parameter& parameter, const ConfigValue& value);
 
 }  // namespace smp::core

@@ -60,7 +60,7 @@ void answer(int /*signal*/, siginfo_t* /*sender*/, void* context) {
 std::vector<std::string> stack_of(const JobStatus& job, const RankStatus& one) {
   using std::chrono::milliseconds;
   for (const StatusMapping& mapping : map_statuses(one.process)) {
-    const StatusMemory& memory = mapping.memory();
+    const StatusMemory& memory = *mapping.memory;
     if (memory.owner.rank != one.rank || mapping.job_id() != job.id) continue;
     const StatusMemory::Stack& stack = memory.stack;
     const uint32_t before = get(stack.version);

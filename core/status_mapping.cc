@@ -64,7 +64,7 @@ std::vector<StatusMapping> map_statuses(pid_t process) {
     if (!is_ours) continue;
     auto lines = lines_behind(*memory, bytes);
     if (lines.size() < StatusMapping::kFewestTexts) continue;
-    statuses.push_back(StatusMapping(std::move(memory), std::move(lines)));
+    statuses.push_back({std::move(memory), std::move(lines)});
   }
   return statuses;
 }

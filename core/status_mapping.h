@@ -15,24 +15,15 @@
 namespace smp::core {
 
 /// The status of a rank, mapped by another process.
-class StatusMapping {
- public:
+struct StatusMapping {
   /// Number of texts that do not depend on the number of ranks.
   static constexpr size_t kFewestTexts = 3;
 
-  const StatusMemory& memory() const { return *memory_; }
+  std::shared_ptr<const StatusMemory> memory;  ///< unmapped with the last copy
   /// The job's identity, its name, the program and each rank's host.
-  const std::vector<std::string>& texts() const { return texts_; }
-  const std::string& job_id() const { return texts_.front(); }
+  std::vector<std::string> texts;
 
- private:
-  friend std::vector<StatusMapping> map_statuses(pid_t process);
-
-  StatusMapping(std::shared_ptr<const StatusMemory> memory, std::vector<std::string> texts)
-      : memory_(std::move(memory)), texts_(std::move(texts)) {}
-
-  std::shared_ptr<const StatusMemory> memory_;  // unmapped with the last copy
-  std::vector<std::string> texts_;
+  const std::string& job_id() const { return texts.front(); }
 };
 
 /// Maps the statuses of the ranks that a process of this user is; none if it cannot be seen in

@@ -78,8 +78,8 @@ RankStatus status_in(const StatusMemory& memory, size_t ranks) {
 
 // Nothing of memory that is no rank's of its job.
 std::optional<Line> line_in(const StatusMapping& mapping) {
-  const StatusMemory& memory = mapping.memory();
-  const std::vector<std::string>& texts = mapping.texts();
+  const StatusMemory& memory = *mapping.memory;
+  const std::vector<std::string>& texts = mapping.texts;
   Line line;
   line.job.id = texts[0];
   line.job.name = texts[1];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/symbols.h"
 
-#include <cxxabi.h>
+#include <c10/util/Type.h>
 #include <elf.h>
 #include <fcntl.h>
 #include <link.h>
@@ -9,15 +9,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <memory>
 #include <optional>
 
+#include "core/descriptor.h"
 #include "core/text.h"
 
 namespace smp::core {
@@ -51,9 +49,9 @@ std::vector<Mapping> mappings_of(pid_t process) {
 class SymbolFile {
  public:
   explicit SymbolFile(const std::string& path)
-      : fd_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
+      : file_(open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC)) {
     struct stat file {};
-    if (fd_ < 0 || fstat(fd_, &file) != 0 || !S_ISREG(file.st_mode)) return;
+    if (!file_ || fstat(file_.get(), &file) != 0 || !S_ISREG(file.st_mode)) return;
     bytes_ = static_cast<size_t>(file.st_size);
     const auto headers = read<ElfW(Ehdr)>(0, 1);
     if (headers.empty()) return;
@@ -65,11 +63,6 @@ class SymbolFile {
     segments_ = read<ElfW(Phdr)>(header.e_phoff, header.e_phnum);
     sections_ = read<ElfW(Shdr)>(header.e_shoff, header.e_shnum);
   }
-  ~SymbolFile() {
-    if (fd_ >= 0) close(fd_);
-  }
-  SymbolFile(const SymbolFile&) = delete;
-  SymbolFile& operator=(const SymbolFile&) = delete;
 
   // The address of the part at that offset in the file, before it is moved as a whole.
   std::optional<uint64_t> address_of(uint64_t offset) const {
@@ -119,14 +112,9 @@ class SymbolFile {
   std::vector<T> read(uint64_t offset, size_t count) const {
     if (offset > bytes_ || count > (bytes_ - offset) / sizeof(T)) return {};
     std::vector<T> values(count);
-    auto* const bytes = reinterpret_cast<char*>(values.data());
-    for (size_t done = 0; done < count * sizeof(T);) {
-      const ssize_t got =
-          pread(fd_, bytes + done, count * sizeof(T) - done, static_cast<off_t>(offset + done));
-      if (got < 0 && errno == EINTR) continue;
-      if (got <= 0) return {};
-      done += static_cast<size_t>(got);
-    }
+    const auto wanted = static_cast<ssize_t>(count * sizeof(T));
+    const auto begin = static_cast<off_t>(offset);
+    if (read_fully(file_.get(), values.data(), count * sizeof(T), begin) != wanted) return {};
     return values;
   }
 
@@ -138,7 +126,7 @@ class SymbolFile {
     return {name.data(), strnlen(name.data(), name.size())};
   }
 
-  const int fd_;
+  const Descriptor file_;
   size_t bytes_ = 0;
   std::vector<ElfW(Phdr)> segments_;
   std::vector<ElfW(Shdr)> sections_;
@@ -148,11 +136,7 @@ class SymbolFile {
 
 // A C function's name may be one of a type to the demangler.
 std::string demangled(const std::string& name) {
-  if (name.compare(0, 2, "_Z") != 0) return name;
-  int status = 0;
-  const std::unique_ptr<char, void (*)(void*)> text(
-      abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status), std::free);
-  return status == 0 ? text.get() : name;
+  return name.compare(0, 2, "_Z") == 0 ? c10::demangle(name.c_str()) : name;
 }
 
 std::string with_address(const std::string& file, uint64_t address) {

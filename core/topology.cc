@@ -2,8 +2,6 @@
 #include "core/topology.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <ostream>
 
 #include "core/check.h"
 
@@ -74,20 +72,7 @@ std::string letters(const std::string& strategy) {
   return strategy;
 }
 
-std::vector<std::string> blocks_of(int world_size, int local_size) {
-  SMP_CHECK_WITH(UsageError, world_size >= 1 && local_size >= 1,
-                 "Topology: expected a world size and a local size >= 1, got ", world_size, " and ",
-                 local_size, ".");
-  std::vector<std::string> hosts;
-  for (int rank = 0; rank < world_size; ++rank)
-    hosts.push_back(c10::str("host", rank / local_size));
-  return hosts;
-}
-
 }  // namespace
-
-Topology::Topology(const Config& config, int world_size, int local_size)
-    : Topology(config, blocks_of(world_size, local_size)) {}
 
 Topology::Topology(const Config& config, const std::vector<std::string>& hosts) : hosts_(hosts) {
   const int world_size = static_cast<int>(hosts.size());
@@ -167,24 +152,6 @@ std::vector<int> Topology::members(CommGroup group, int rank) const {
 int Topology::rank_in(CommGroup group, int rank) const {
   check_rank(rank);
   return axes(group).index_of(rank);
-}
-
-std::string Topology::to_string() const {
-  std::string text = c10::str(size(), " ranks, placement ", strategy_, ": ", pp_, " partitions x ",
-                              tp_, " tensor-parallel x ", rdp_, " replicas\n",
-                              "rank  host            local  pp  tp  rdp  mp  dp\n");
-  for (int rank = 0; rank < size(); ++rank) {
-    char line[128];
-    std::snprintf(line, sizeof(line), "%4d  %-14.14s  %5d  %2d  %2d  %3d  %2d  %2d\n", rank,
-                  hosts_[rank].c_str(), local_rank(rank), pp_rank(rank), tp_rank(rank),
-                  rdp_rank(rank), mp_rank(rank), dp_rank(rank));
-    text += line;
-  }
-  return text;
-}
-
-std::ostream& operator<<(std::ostream& out, const Topology& topology) {
-  return out << topology.to_string();
 }
 
 }  // namespace smp::core

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <iosfwd>
 #include <string>
 #include <vector>
 
@@ -19,11 +18,8 @@ namespace smp::core {
 /// Inside any group, ranks are numbered in ascending order of their world rank.
 class Topology {
  public:
-  /// For `world_size` ranks, of which every `local_size` consecutive ones share a host.
-  /// Throws `ConfigError` when the configuration does not fit that many ranks.
-  Topology(const Config& config, int world_size, int local_size);
-
-  /// For ranks on the named hosts: hosts[r] is that of rank r. Throws as above.
+  /// For ranks on the named hosts: hosts[r] is that of rank r. Throws `ConfigError` when the
+  /// configuration does not fit that many ranks.
   Topology(const Config& config, const std::vector<std::string>& hosts);
 
   /// Throws `ConfigError` unless the degrees of the configuration divide `world_size`, naming the
@@ -40,10 +36,6 @@ class Topology {
   const std::string& host(int rank) const;
   int local_rank(int rank) const;
   int local_size(int rank) const;
-  int pp_rank(int rank) const { return rank_in(CommGroup::kPp, rank); }
-  int tp_rank(int rank) const { return rank_in(CommGroup::kTp, rank); }
-  int rdp_rank(int rank) const { return rank_in(CommGroup::kRdp, rank); }
-  int mp_rank(int rank) const { return rank_in(CommGroup::kMp, rank); }
   int dp_rank(int rank) const { return rank_in(CommGroup::kDp, rank); }
   int pp_size() const { return pp_; }
   int tp_size() const { return tp_; }
@@ -66,9 +58,6 @@ class Topology {
   /// The world ranks, ascending, of the group of this kind that `rank` belongs to.
   std::vector<int> members(CommGroup group, int rank) const;
 
-  /// A table with one line per rank.
-  std::string to_string() const;
-
  private:
   void check_rank(int rank) const;
 
@@ -79,8 +68,5 @@ class Topology {
   std::string strategy_;
   std::vector<std::string> hosts_;  // hosts by world rank
 };
-
-/// Prints `topology.to_string()`.
-std::ostream& operator<<(std::ostream& out, const Topology& topology);
 
 }  // namespace smp::core

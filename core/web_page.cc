@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/web_page.h"
 
+#include <c10/util/StringUtil.h>
+
 #include <cstring>
 
 #include "core/check.h"
@@ -17,17 +19,11 @@ std::string web_file(const std::string& name) {
   return file->text;
 }
 
-void replace_all(std::string& text, const std::string& part, const std::string& by) {
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + by.size())) {
-    text.replace(at, part.size(), by);
-  }
-}
-
 /// The text within HTML; a browser shows no other bytes than UTF-8.
 std::string escaped(std::string text) {
   text = printable_lines(text);
-  replace_all(text, "&", "&amp;");
-  replace_all(text, "<", "&lt;");
+  c10::ReplaceAll(text, "&", "&amp;");
+  c10::ReplaceAll(text, "<", "&lt;");
   return text;
 }
 
@@ -35,7 +31,7 @@ std::string escaped(std::string text) {
 
 std::string web_page(const std::string& name, const std::string& title, const std::string& data) {
   std::string json = data;
-  replace_all(json, "<", "\\u003c");  // a tag in a string would end the script
+  c10::ReplaceAll(json, "<", "\\u003c");  // a tag in a string would end the script
   std::string page;
   const std::string frame = web_file("page.html");
   size_t end = 0;

@@ -32,14 +32,6 @@ struct Frame {
   std::vector<c10::IValue> values;  ///< values by slot
 };
 
-/// The work of a node.
-class Action {
- public:
-  virtual ~Action() = default;
-  /// Returns one value for each of the node's results.
-  virtual std::vector<c10::IValue> run(Frame& frame) const = 0;
-};
-
 /// An argument's value in a run.
 c10::IValue value_of(const Argument& argument, const Frame& frame);
 
@@ -51,12 +43,9 @@ c10::IValue value_of(const Argument& argument, const Frame& frame);
 /// Actions for operators of libtorch's dispatcher, for Python's arithmetic on sizes, and for
 /// higher-order nodes, which run a function; null where the target is none of those. Each throws
 /// `CheckpointError` for arguments that its target does not take.
-std::shared_ptr<const Action> operator_action(const std::string& file, const Node& node,
-                                              const Function& function);
-std::shared_ptr<const Action> number_action(const std::string& file, const Node& node,
-                                            const Function& function);
-std::shared_ptr<const Action> region_action(const std::string& file, const Node& node,
-                                            const Function& function);
+Action operator_action(const std::string& file, const Node& node, const Function& function);
+Action number_action(const std::string& file, const Node& node, const Function& function);
+Action region_action(const std::string& file, const Node& node, const Function& function);
 
 /// Gives all nodes of a function their actions, those of functions that they call included. Throws
 /// `CheckpointError` for an unknown target, which it names.

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/json.h"
 #include "core/text.h"
 #include "exported/enumerations.h"
 #include "exported/program_json.h"
@@ -166,7 +166,7 @@ std::map<std::string, StoredTensor> Archive::tensors() {
 void Archive::add_tensors(const std::string& folder, const std::string& kind,
                           std::map<std::string, StoredTensor>& tensors) {
   const std::string record = folder + "model_" + kind + "_config.json";
-  const nlohmann::json json = checkpoint::parse_untrusted(text(record));
+  const nlohmann::json json = core::parse_untrusted(text(record));
   const std::string file = path_ + ", " + record;
   std::map<std::string, c10::Storage> storages;
   std::map<std::pair<std::string, Layout>, at::Tensor> known;

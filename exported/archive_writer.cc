@@ -31,12 +31,6 @@ void ArchiveWriter::add(const std::string& record, const std::string& text) {
   add(record, text.data(), text.size());
 }
 
-void ArchiveWriter::add_format() {
-  add("archive_format", "pt2");
-  add("archive_version", "0");
-  add("byteorder", "little");
-}
-
 void ArchiveWriter::commit() {
   writer_->writeEndOfFile();
   if (error_ != nullptr) std::rethrow_exception(error_);

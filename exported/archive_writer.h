@@ -28,9 +28,6 @@ class ArchiveWriter {
   void add(const std::string& record, const void* data, size_t size);
   void add(const std::string& record, const std::string& text);
 
-  /// Adds the records that say that it is an exported program.
-  void add_format();
-
   /// Ends the file. Call once, last. Throws `CheckpointError` if something could not be written.
   void commit();
 

@@ -10,11 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/json.h"
 #include "core/text.h"
 #include "exported/program_json.h"
-#include "exported/read_program.h"
 #include "graph/intercept.h"
 
 namespace smp::exported {
@@ -48,7 +47,7 @@ std::string shown(const c10::IValue& value) {
 
 LoadedProgram::LoadedProgram(const std::string& path) {
   Archive archive(path);
-  const nlohmann::json json = checkpoint::parse_untrusted(archive.program());
+  const nlohmann::json json = core::parse_untrusted(archive.program());
   program_ = read_program(program_json(json, path));
   bind_actions(path, program_.function);
   const auto stored = archive.tensors();

@@ -293,28 +293,9 @@ const Targets& targets() {
   return table;
 }
 
-class NumberAction final : public Action {
- public:
-  NumberAction(const Target& target, std::vector<Argument> arguments)
-      : target_(target), arguments_(std::move(arguments)) {}
-
-  Values run(Frame& frame) const override {
-    Values values;
-    for (const Argument& argument : arguments_) values.push_back(value_of(argument, frame));
-    c10::IValue result = target_.compute(values);
-    if (!target_.returns) return {};
-    return {std::move(result)};
-  }
-
- private:
-  const Target& target_;
-  const std::vector<Argument> arguments_;
-};
-
 }  // namespace
 
-std::shared_ptr<const Action> number_action(const std::string& file, const Node& node,
-                                            const Function&) {
+Action number_action(const std::string& file, const Node& node, const Function&) {
   const auto found = targets().find(node.target);
   if (found == targets().end()) return nullptr;
   const Target& target = found->second;
@@ -332,7 +313,13 @@ std::shared_ptr<const Action> number_action(const std::string& file, const Node&
              "The file is damaged: write it again by torch.export.save");
     }
   }
-  return std::make_shared<NumberAction>(target, std::move(arguments));
+  return [&target, arguments = std::move(arguments)](const Frame& frame) -> Values {
+    Values values;
+    for (const Argument& argument : arguments) values.push_back(value_of(argument, frame));
+    c10::IValue result = target.compute(values);
+    if (!target.returns) return {};
+    return {std::move(result)};
+  };
 }
 
 }  // namespace smp::exported

@@ -5,7 +5,6 @@
 #include <c10/core/Scalar.h>
 
 #include <algorithm>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -153,29 +152,6 @@ bool is_fixed(const Argument& argument, const Operand& operand) {
                      [&](const Argument& element) { return is_fixed(element, operand); });
 }
 
-class OperatorAction final : public Action {
- public:
-  OperatorAction(c10::OperatorHandle op, std::vector<Operand> operands)
-      : op_(std::move(op)), operands_(std::move(operands)) {}
-
-  std::vector<c10::IValue> run(Frame& frame) const override {
-    torch::jit::Stack stack;
-    stack.reserve(operands_.size());
-    for (const Operand& operand : operands_) {
-      auto value = operand_value(operand, frame);
-      SMP_INTERNAL_ASSERT(value.has_value(), "argument ", stack.size() + 1, " of ",
-                          op_.operator_name());
-      stack.push_back(*std::move(value));
-    }
-    op_.callBoxed(stack);
-    return stack;
-  }
-
- private:
-  const c10::OperatorHandle op_;
-  const std::vector<Operand> operands_;
-};
-
 /// Binds a node's arguments to those of a schema.
 class Binding {
  public:
@@ -276,24 +252,11 @@ class Binding {
       case ArgumentKind::kConstant:
         return !list && cast_or_none(argument.constant, operand).has_value();
       case ArgumentKind::kSlot:
-        return !list && cast(example(function_.values[argument.slot].type), operand.element->kind())
-                            .has_value();
+        return !list &&
+               cast(example_of(function_.values[argument.slot].type), operand.element->kind())
+                   .has_value();
     }
     return false;
-  }
-
-  static c10::IValue example(ValueType type) {
-    switch (type) {
-      case ValueType::kTensor:
-        return at::Tensor();
-      case ValueType::kInteger:
-        return 0;
-      case ValueType::kReal:
-        return 0.0;
-      case ValueType::kBoolean:
-        return false;
-    }
-    return {};
   }
 
   [[noreturn]] void refuse(const std::string& what) const {
@@ -311,8 +274,7 @@ class Binding {
 
 }  // namespace
 
-std::shared_ptr<const Action> operator_action(const std::string& file, const Node& node,
-                                              const Function& function) {
+Action operator_action(const std::string& file, const Node& node, const Function& function) {
   const auto name = name_of(node.target);
   if (!name) return nullptr;
   if (reaches_outside(name->name)) {
@@ -329,8 +291,19 @@ std::shared_ptr<const Action> operator_action(const std::string& file, const Nod
     refuse(file, node, "has another number of results than its operator",
            "Export it again by the torch that you link");
   }
-  return std::make_shared<OperatorAction>(*op,
-                                          Binding(file, node, function, op->schema()).operands());
+  auto operands = Binding(file, node, function, op->schema()).operands();
+  return [op = *op, operands = std::move(operands)](const Frame& frame) {
+    torch::jit::Stack stack;
+    stack.reserve(operands.size());
+    for (const Operand& operand : operands) {
+      auto value = operand_value(operand, frame);
+      SMP_INTERNAL_ASSERT(value.has_value(), "argument ", stack.size() + 1, " of ",
+                          op.operator_name());
+      stack.push_back(*std::move(value));
+    }
+    op.callBoxed(stack);
+    return stack;
+  };
 }
 
 }  // namespace smp::exported

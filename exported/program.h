@@ -6,12 +6,14 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/json_reader.h"
 #include "exported/linear_size.h"
 #include "exported/structure.h"
 
@@ -27,6 +29,8 @@ enum class ValueType : uint8_t { kTensor, kInteger, kReal, kBoolean };
 
 const char* to_string(ValueType type);
 bool is_of(const c10::IValue& value, ValueType type);
+/// Some value of the type.
+const c10::IValue& example_of(ValueType type);
 
 struct Function;
 
@@ -58,7 +62,10 @@ struct Result {
   std::vector<Slot> slots;  ///< kNoSlot: nothing reads it
 };
 
-class Action;
+struct Frame;
+
+/// The work of a node in a run (see `bind_actions`): returns one value for each of its results.
+using Action = std::function<std::vector<c10::IValue>(const Frame&)>;
 
 /// One call in a function.
 struct Node {
@@ -67,8 +74,8 @@ struct Node {
   std::string module;  ///< dotted path of the module that made the call
   std::vector<NamedArgument> arguments;
   std::vector<Result> results;
-  std::vector<Slot> last_uses;           ///< slots that nothing reads afterwards
-  std::shared_ptr<const Action> action;  ///< see `bind_actions`
+  std::vector<Slot> last_uses;  ///< slots that nothing reads afterwards
+  Action action;
 };
 
 struct Value {
@@ -125,5 +132,11 @@ struct ExportedProgram {
   std::vector<std::string> modules;         ///< dotted paths
   std::optional<at::Device> device;         ///< it was exported on; none if it names none
 };
+
+/// Reads models/model.json of an archive. Throws `CheckpointError`, which names file, node and
+/// remedy, for malformed JSON, for versions and kinds that are unknown here (`schema_version`,
+/// kinds of arguments), and for refused programs: programs on several devices, custom objects,
+/// exports with a backward pass. Actions are not bound yet.
+ExportedProgram read_program(const core::JsonReader& json);
 
 }  // namespace smp::exported

@@ -45,7 +45,7 @@ std::string module_of(const std::string& stack) {
 /// Reads one function. Names are those of values before the place that is read.
 class Reading {
  public:
-  Reading(FunctionReader& reader, std::string name) : reader_(reader) {
+  Reading(std::optional<at::Device>& device, std::string name) : device_(device) {
     function_.name = std::move(name);
   }
 
@@ -125,7 +125,7 @@ class Reading {
           {"as_memory_format", number_of(read_memory_format)},
           {"as_device",
            [](Reading& r, const core::JsonReader& p) {
-             r.reader_.note_device(p);
+             note_device(p, r.device_);
              Argument argument;
              argument.kind = Kind::kDevice;
              return argument;
@@ -134,7 +134,7 @@ class Reading {
              Argument argument;
              argument.kind = Kind::kFunction;
              argument.function = std::make_shared<const Function>(
-                 r.reader_.read(p.at("graph"), p.at("name").text()));
+                 read_function(p.at("graph"), p.at("name").text(), r.device_));
              return argument;
            }}};
       for (const auto& [tag, read] : listed()) {
@@ -172,8 +172,7 @@ class Reading {
 
   void add_input(const core::JsonReader& input) {
     const auto [tag, value] = tagged(input);
-    const bool is_symbol = tag == "as_sym_int" || tag == "as_sym_float" || tag == "as_sym_bool";
-    if (tag == "as_tensor" || is_symbol) {
+    if (types().count(tag) > 0) {
       function_.inputs.push_back(add_value(tag, value));
     } else {
       argument(input);  // which must be a constant
@@ -181,14 +180,19 @@ class Reading {
     }
   }
 
-  /// The slot of a new value.
-  Slot add_value(const std::string& tag, const core::JsonReader& place) {
+  /// The types of the kinds that a value may be.
+  static const std::unordered_map<std::string, ValueType>& types() {
     static const std::unordered_map<std::string, ValueType> types = {
         {"as_tensor", ValueType::kTensor},
         {"as_sym_int", ValueType::kInteger},
         {"as_sym_float", ValueType::kReal},
         {"as_sym_bool", ValueType::kBoolean}};
-    const ValueType type = types.at(tag);
+    return types;
+  }
+
+  /// The slot of a new value.
+  Slot add_value(const std::string& tag, const core::JsonReader& place) {
+    const ValueType type = types().at(tag);
     const std::string name = place.at(type == ValueType::kTensor ? "name" : "as_name").text();
     const Slot slot = static_cast<Slot>(function_.values.size());
     if (!slots_.emplace(name, slot).second) {
@@ -218,8 +222,7 @@ class Reading {
       }
       return list;
     }
-    if (tag != "as_tensor" && tag != "as_sym_int" && tag != "as_sym_float" &&
-        tag != "as_sym_bool") {
+    if (types().count(tag) == 0) {
       place.fail_expected("a tensor, tensors, a number or nothing");
     }
     return {false, {add_value(tag, value)}};
@@ -267,7 +270,7 @@ class Reading {
     }
   }
 
-  FunctionReader& reader_;
+  std::optional<at::Device>& device_;
   Function function_;
   std::unordered_map<std::string, Slot> slots_;
   std::string node_;  // that is being read, as errors call it
@@ -275,19 +278,20 @@ class Reading {
 
 }  // namespace
 
-Function FunctionReader::read(const core::JsonReader& graph, const std::string& name) {
-  return Reading(*this, name).read(graph);
+Function read_function(const core::JsonReader& graph, const std::string& name,
+                       std::optional<at::Device>& device) {
+  return Reading(device, name).read(graph);
 }
 
-Argument FunctionReader::read_constant(const core::JsonReader& argument) {
-  return Reading(*this, "").argument(argument);
+Argument read_constant(const core::JsonReader& argument, std::optional<at::Device>& device) {
+  return Reading(device, "").argument(argument);
 }
 
-void FunctionReader::note_device(const core::JsonReader& place) {
-  const at::Device device = read_device(place);
-  if (!device_) device_ = device;
-  SMP_CHECK_WITH(CheckpointError, *device_ == device, "exported program \"", place.source(),
-                 "\" uses several devices, ", device_->str(), " and ", device.str(),
+void note_device(const core::JsonReader& place, std::optional<at::Device>& device) {
+  const at::Device named = read_device(place);
+  if (!device) device = named;
+  SMP_CHECK_WITH(CheckpointError, *device == named, "exported program \"", place.source(),
+                 "\" uses several devices, ", device->str(), " and ", named.str(),
                  ". A loaded program runs on one, that of its rank: export the model with all its "
                  "tensors on one device");
 }

@@ -10,22 +10,17 @@
 
 namespace smp::exported {
 
-/// Reads functions of one program.
-class FunctionReader {
- public:
-  /// A graph of the schema. Throws `CheckpointError` where a node reads a value that none before it
-  /// makes, as in a cycle, or makes one twice.
-  Function read(const core::JsonReader& graph, const std::string& name);
+// Reading functions of one program. `device` is the one that it has named so far.
 
-  /// An argument that holds no value of a function. Anything else is an error.
-  Argument read_constant(const core::JsonReader& argument);
+/// A graph of the schema. Throws `CheckpointError` where a node reads a value that none before it
+/// makes, as in a cycle, or makes one twice.
+Function read_function(const core::JsonReader& graph, const std::string& name,
+                       std::optional<at::Device>& device);
 
-  /// Notes a device that the program names. Throws `CheckpointError` if it is the second.
-  void note_device(const core::JsonReader& place);
-  std::optional<at::Device> device() const { return device_; }
+/// An argument that holds no value of a function. Anything else is an error.
+Argument read_constant(const core::JsonReader& argument, std::optional<at::Device>& device);
 
- private:
-  std::optional<at::Device> device_;
-};
+/// Notes a device that the program names. Throws `CheckpointError` if it is the second.
+void note_device(const core::JsonReader& place, std::optional<at::Device>& device);
 
 }  // namespace smp::exported

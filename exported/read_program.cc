@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "exported/read_program.h"
-
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -11,7 +9,6 @@
 #include "core/check.h"
 #include "core/text.h"
 #include "exported/enumerations.h"
-#include "exported/format_version.h"
 #include "exported/program_json.h"
 #include "exported/read_function.h"
 
@@ -47,8 +44,8 @@ LinearSize read_size(const core::JsonReader& place) {
 }
 
 /// The value with which a program was exported; no other may be given.
-c10::IValue read_fixed(const core::JsonReader& place, FunctionReader& reader) {
-  const Argument argument = reader.read_constant(place);
+c10::IValue read_fixed(const core::JsonReader& place, std::optional<at::Device>& device) {
+  const Argument argument = read_constant(place, device);
   if (argument.kind != Argument::Kind::kConstant) {
     place.fail_expected("a number, a string or nothing, as the other inputs of users are");
   }
@@ -57,10 +54,10 @@ c10::IValue read_fixed(const core::JsonReader& place, FunctionReader& reader) {
 
 /// Reads the user's input for `slot`.
 Input user_input(const core::JsonReader& argument, const core::JsonReader& graph,
-                 const Function& function, Slot slot, FunctionReader& reader) {
+                 const Function& function, Slot slot, std::optional<at::Device>& device) {
   Input input;
   if (slot == kNoSlot) {
-    input.fixed = read_fixed(argument, reader);
+    input.fixed = read_fixed(argument, device);
     return input;
   }
   const Value& own = function.values[slot];
@@ -88,9 +85,9 @@ Input user_input(const core::JsonReader& argument, const core::JsonReader& graph
 }
 
 Input read_input(const core::JsonReader& place, const core::JsonReader& graph,
-                 const Function& function, Slot slot, FunctionReader& reader) {
+                 const Function& function, Slot slot, std::optional<at::Device>& device) {
   const auto [tag, spec] = tagged(place);
-  if (tag == "user_input") return user_input(spec.at("arg"), graph, function, slot, reader);
+  if (tag == "user_input") return user_input(spec.at("arg"), graph, function, slot, device);
   Input input;
   if (tag == "parameter") {
     input.kind = Input::Kind::kParameter;
@@ -103,7 +100,7 @@ Input read_input(const core::JsonReader& place, const core::JsonReader& graph,
     input.name = spec.at("tensor_constant_name").text();
   } else if (tag == "constant_input") {
     input.name = spec.at("name").text();
-    input.fixed = read_fixed(spec.at("value"), reader);
+    input.fixed = read_fixed(spec.at("value"), device);
   } else {
     core::fail<CheckpointError>("exported program \"", place.source(), "\" has an input of kind \"",
                                 core::printable(tag, 60),
@@ -146,15 +143,16 @@ void check_outputs(const ExportedProgram& program, const core::JsonReader& signa
   }
 }
 
-void note_devices(const core::JsonReader& graph, const Function& function, FunctionReader& reader) {
+void note_devices(const core::JsonReader& graph, const Function& function,
+                  std::optional<at::Device>& device) {
   for (Slot slot : function.inputs) {
     if (slot == kNoSlot || function.values[slot].type != ValueType::kTensor) continue;
-    reader.note_device(graph.at("tensor_values").at(function.values[slot].name).at("device"));
+    note_device(graph.at("tensor_values").at(function.values[slot].name).at("device"), device);
   }
 }
 
 void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph,
-                 ExportedProgram& program, FunctionReader& reader) {
+                 ExportedProgram& program) {
   const Function& function = program.function;
   if (specs.size() != function.inputs.size())
     specs.fail_expected("one for each input of the graph");
@@ -162,7 +160,7 @@ void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph,
   for (size_t i = 0; i < specs.size(); ++i) {
     const core::JsonReader place = specs.at(i);
     const Slot slot = function.inputs[i];
-    Input input = read_input(place, graph, function, slot, reader);
+    Input input = read_input(place, graph, function, slot, program.device);
     const bool has_slot = slot != kNoSlot;
     const bool is_stored = input.kind != Input::Kind::kUser;
     const bool fits = is_stored ? has_slot && function.values[slot].type == ValueType::kTensor
@@ -175,11 +173,10 @@ void read_inputs(const core::JsonReader& specs, const core::JsonReader& graph,
   }
 }
 
-void read_signature(const core::JsonReader& json, ExportedProgram& program,
-                    FunctionReader& reader) {
+void read_signature(const core::JsonReader& json, ExportedProgram& program) {
   const core::JsonReader signature = json.at("signature");
-  note_devices(json.at("graph"), program.function, reader);
-  read_inputs(signature.at("input_specs"), json.at("graph"), program, reader);
+  note_devices(json.at("graph"), program.function, program.device);
+  read_inputs(signature.at("input_specs"), json.at("graph"), program);
   for (const core::JsonReader& spec : signature.at("output_specs").elements()) {
     program.outputs.push_back(read_output(spec));
   }
@@ -239,15 +236,13 @@ std::map<std::string, Range> read_ranges(const core::JsonReader& constraints) {
 ExportedProgram read_program(const core::JsonReader& json) {
   check_versions(json);
   const core::JsonReader module = json.at("graph_module");
-  FunctionReader reader;
   ExportedProgram program;
   program.file = json.source();
   if (json.has("torch_version")) program.torch_version = json.at("torch_version").text();
-  program.function = reader.read(module.at("graph"), "");
-  read_signature(module, program, reader);
+  program.function = read_function(module.at("graph"), "", program.device);
+  read_signature(module, program);
   read_calls(module.at("module_call_graph"), program);
   program.ranges = read_ranges(json.at("range_constraints"));
-  program.device = reader.device();
   return program;
 }
 

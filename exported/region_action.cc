@@ -44,26 +44,22 @@ struct Modes {
   std::optional<Autocast> autocast;
 };
 
-class RegionAction final : public Action {
- public:
-  RegionAction(Modes modes, std::shared_ptr<const Function> function,
-               std::vector<Argument> operands, const Node& node)
-      : modes_(modes), function_(std::move(function)), operands_(std::move(operands)) {
-    for (const Result& result : node.results) {
-      lengths_.push_back(result.is_list ? static_cast<int>(result.slots.size()) : -1);
-    }
-  }
+/// Runs a function in modes of its own.
+struct Region {
+  Modes modes;
+  std::shared_ptr<const Function> function;
+  std::vector<Argument> operands;
+  std::vector<Result> results;  ///< those of the node
 
-  std::vector<c10::IValue> run(Frame& frame) const override {
+  std::vector<c10::IValue> operator()(const Frame& frame) const {
     std::vector<c10::IValue> inputs;
-    for (const Argument& operand : operands_) inputs.push_back(value_of(operand, frame));
+    for (const Argument& operand : operands) inputs.push_back(value_of(operand, frame));
     std::optional<at::AutoGradMode> grad;
-    if (modes_.grad) grad.emplace(*modes_.grad);
-    if (modes_.autocast) return run_in(*modes_.autocast, frame.environment, std::move(inputs));
-    return grouped(run_function(*function_, std::move(inputs), frame.environment));
+    if (modes.grad) grad.emplace(*modes.grad);
+    if (modes.autocast) return run_in(*modes.autocast, frame.environment, std::move(inputs));
+    return grouped(run_function(*function, std::move(inputs), frame.environment));
   }
 
- private:
   std::vector<c10::IValue> run_in(const Modes::Autocast& autocast, const Environment& environment,
                                   std::vector<c10::IValue> inputs) const {
     const AutocastCacheScope cache(autocast.cache);
@@ -71,30 +67,27 @@ class RegionAction final : public Action {
     const at::DeviceType device = moves ? environment.device.type() : autocast.device;
     const at::ScalarType dtype = autocast.dtype.value_or(at::autocast::get_autocast_dtype(device));
     const auto scope = environment.autocast(dtype, device, autocast.enabled);
-    return grouped(run_function(*function_, std::move(inputs), environment));
+    return grouped(run_function(*function, std::move(inputs), environment));
   }
 
   /// The function's results, with those that the node has as a list in one.
-  std::vector<c10::IValue> grouped(std::vector<c10::IValue> results) const {
+  std::vector<c10::IValue> grouped(std::vector<c10::IValue> made) const {
     std::vector<c10::IValue> values;
     size_t next = 0;
-    for (int length : lengths_) {
-      if (length < 0) {
-        if (next == results.size()) return results;  // too few, as the caller finds
-        values.push_back(std::move(results[next++]));
+    for (const Result& result : results) {
+      if (!result.is_list) {
+        if (next == made.size()) return made;  // too few, as the caller finds
+        values.push_back(std::move(made[next++]));
         continue;
       }
       c10::impl::GenericList list(c10::AnyType::get());
-      for (int i = 0; i < length && next < results.size(); ++i) list.push_back(results[next++]);
+      for (size_t i = 0; i < result.slots.size() && next < made.size(); ++i) {
+        list.push_back(made[next++]);
+      }
       values.emplace_back(std::move(list));
     }
     return values;
   }
-
-  const Modes modes_;
-  const std::shared_ptr<const Function> function_;
-  const std::vector<Argument> operands_;
-  std::vector<int> lengths_;  // lengths of results; -1: no list
 };
 
 /// Reads the arguments of a higher-order node.
@@ -162,8 +155,7 @@ void check_operands(const std::vector<Argument>& operands, const Function& body,
 
 }  // namespace
 
-std::shared_ptr<const Action> region_action(const std::string& file, const Node& node,
-                                            const Function& function) {
+Action region_action(const std::string& file, const Node& node, const Function& function) {
   if (node.target.compare(0, kHigherOrder.size(), kHigherOrder) != 0) return nullptr;
   const std::string name = node.target.substr(kHigherOrder.size());
   const Arguments arguments(file, node);
@@ -187,7 +179,7 @@ std::shared_ptr<const Action> region_action(const std::string& file, const Node&
     if (!is_option) operands.push_back(node.arguments[i].value);
   }
   check_operands(operands, *body, function, arguments);
-  return std::make_shared<RegionAction>(std::move(modes), body, std::move(operands), node);
+  return Region{modes, body, std::move(operands), node.results};
 }
 
 }  // namespace smp::exported

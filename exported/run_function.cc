@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,6 +14,20 @@
 
 namespace smp::exported {
 namespace {
+
+struct Type {
+  const char* name;
+  bool (c10::IValue::*is_of)() const;
+  c10::IValue example;
+};
+
+const Type& type_of(ValueType type) {
+  static const std::array<Type, 4> types = {{{"tensor", &c10::IValue::isTensor, at::Tensor()},
+                                             {"integer", &c10::IValue::isInt, 0},
+                                             {"real number", &c10::IValue::isDouble, 0.0},
+                                             {"boolean", &c10::IValue::isBool, false}}};
+  return types.at(static_cast<size_t>(type));
+}
 
 std::string described(const Node& node) {
   std::string text =
@@ -56,7 +71,7 @@ void put_results(Frame& frame, const Node& node, std::vector<c10::IValue> result
 /// libtorch's own errors, of shapes and types that do not fit, do not say where.
 std::vector<c10::IValue> run_node(Frame& frame, const Node& node) {
   try {
-    return node.action->run(frame);
+    return node.action(frame);
   } catch (const Error&) {
     throw;
   } catch (const c10::OutOfMemoryError&) {
@@ -69,33 +84,9 @@ std::vector<c10::IValue> run_node(Frame& frame, const Node& node) {
 
 }  // namespace
 
-const char* to_string(ValueType type) {
-  switch (type) {
-    case ValueType::kTensor:
-      return "tensor";
-    case ValueType::kInteger:
-      return "integer";
-    case ValueType::kReal:
-      return "real number";
-    case ValueType::kBoolean:
-      return "boolean";
-  }
-  return "";
-}
-
-bool is_of(const c10::IValue& value, ValueType type) {
-  switch (type) {
-    case ValueType::kTensor:
-      return value.isTensor();
-    case ValueType::kInteger:
-      return value.isInt();
-    case ValueType::kReal:
-      return value.isDouble();
-    case ValueType::kBoolean:
-      return value.isBool();
-  }
-  return false;
-}
+const char* to_string(ValueType type) { return type_of(type).name; }
+bool is_of(const c10::IValue& value, ValueType type) { return (value.*type_of(type).is_of)(); }
+const c10::IValue& example_of(ValueType type) { return type_of(type).example; }
 
 void refuse(const std::string& file, const Node& node, const std::string& what,
             const std::string& remedy) {

@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
-#include "checkpoint/untrusted_json.h"
 #include "core/check.h"
+#include "core/json.h"
 #include "core/text.h"
 #include "exported/program_json.h"
 
@@ -21,7 +21,7 @@ using StructureKind = Structure::Kind;
 std::vector<c10::IValue> keys_in(const core::JsonReader& context, size_t count) {
   std::vector<c10::IValue> keys;
   if (!context.value().is_string()) return keys;
-  const nlohmann::json list = checkpoint::parse_untrusted(context.text());
+  const nlohmann::json list = core::parse_untrusted(context.text());
   if (!list.is_array() || list.size() != count) return keys;
   for (const auto& key : list) {
     if (key.is_string()) keys.emplace_back(key.get<std::string>());
@@ -164,7 +164,7 @@ size_t Structure::leaves() const {
 }
 
 Structure read_structure(const core::JsonReader& text) {
-  const nlohmann::json json = checkpoint::parse_untrusted(text.text());
+  const nlohmann::json json = core::parse_untrusted(text.text());
   const core::JsonReader parts = program_json(json, text.source());
   if (parts.size() != 2) text.fail_expected("a list of a version and a structure");
   const core::JsonReader version = parts.at(0);

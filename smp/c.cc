@@ -239,7 +239,7 @@ int smp_set_learning_rate(smp_session* session, double rate) {
 
 int smp_loss_scale(const smp_session* session, double* scale, int64_t* skipped) {
   return call_alone(session, [&](const MaskedTraps&) {
-    const auto& optimizer = session->session->optimizer().core();
+    const auto& optimizer = *session->session->optimizer().core;
     place(scale, "loss scale") = optimizer.loss_scale();
     place(skipped, "number of skipped steps") = optimizer.overflow() ? 1 : 0;
   });

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <array>
 #include <cctype>
 #include <sstream>
 #include <vector>
@@ -51,18 +52,10 @@ std::string function(const std::string& head, const std::string& body) {
   return line.size() <= kColumns + 1 ? line : "  " + head + " {\n    " + body + "\n  }\n";
 }
 
+/// The names are in the order of the types.
 std::string type_of(const Parameter& parameter) {
-  switch (parameter.type) {
-    case ParameterType::kBool:
-      return "bool";
-    case ParameterType::kInt:
-      return "int64_t";
-    case ParameterType::kNumber:
-      return "double";
-    case ParameterType::kString:
-      return "std::string";
-  }
-  SMP_INTERNAL_ASSERT(false, "a parameter without a type");
+  constexpr std::array kTypes = {"bool", "int64_t", "double", "std::string"};
+  return kTypes[static_cast<size_t>(parameter.type)];
 }
 
 std::string quoted(const std::string& name) { return "\"" + name + "\""; }

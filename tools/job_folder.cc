@@ -21,37 +21,22 @@
 namespace smp::tools {
 namespace {
 
+using core::Descriptor;
 namespace fs = std::filesystem;
 
 constexpr const char* kPrefix = "smprun-";
 constexpr const char* kMarker = "launcher";
 constexpr std::string_view kContent = "a folder of an smprun job\n";
 
-/// A file descriptor, or none.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) ::close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
-
- private:
-  int fd_;
-};
-
-/// Writes the marker of a folder and locks it. Returns the lock; -1, and errno, if there can be
+/// Writes the marker of a folder and locks it. Returns the lock; none, and errno, if there can be
 /// none.
-int mark(const std::string& folder) {
+Descriptor mark(const std::string& folder) {
   const std::string file = folder + "/" + kMarker;
   Descriptor marker(::open(file.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  const auto written = ::write(marker.get(), kContent.data(), kContent.size());
-  const bool is_whole = written == static_cast<ssize_t>(kContent.size());
-  return is_whole && ::flock(marker.get(), LOCK_EX | LOCK_NB) == 0 ? marker.release() : -1;
+  const bool is_locked = marker &&
+                         core::write_fully(marker.get(), kContent.data(), kContent.size()) &&
+                         ::flock(marker.get(), LOCK_EX | LOCK_NB) == 0;
+  return is_locked ? std::move(marker) : Descriptor();
 }
 
 /// Whether an open file is this user's, and of that type.
@@ -61,11 +46,11 @@ bool is_own(int fd, mode_t type) {
          entry.st_uid == ::geteuid();
 }
 
-/// The lock of a folder that a launcher has made and no launcher has; -1 for any other.
-int lock_of_the_dead(const std::string& folder) {
+/// The lock of a folder that a launcher has made and no launcher has; none for any other.
+Descriptor lock_of_the_dead(const std::string& folder) {
   const Descriptor directory(
       ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  if (!is_own(directory.get(), S_IFDIR)) return -1;
+  if (!is_own(directory.get(), S_IFDIR)) return Descriptor();
   constexpr int kFlags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
   Descriptor marker(::openat(directory.get(), kMarker, kFlags));
   std::array<char, kContent.size() + 1> content{};
@@ -73,7 +58,8 @@ int lock_of_the_dead(const std::string& folder) {
                          ::read(marker.get(), content.data(), content.size()) ==
                              static_cast<ssize_t>(kContent.size()) &&
                          kContent == content.data();
-  return is_marker && ::flock(marker.get(), LOCK_EX | LOCK_NB) == 0 ? marker.release() : -1;
+  return is_marker && ::flock(marker.get(), LOCK_EX | LOCK_NB) == 0 ? std::move(marker)
+                                                                    : Descriptor();
 }
 
 void remove_all_but_the_marker(const std::string& folder) {
@@ -90,7 +76,7 @@ void remove(const std::string& folder) {
     remove_all_but_the_marker(folder);
     ::unlink((folder + "/" + kMarker).c_str());
     if (::rmdir(folder.c_str()) == 0 || errno == ENOENT) return;
-    ::close(mark(folder));
+    mark(folder);
   }
 }
 
@@ -101,8 +87,7 @@ void remove_those_of_the_dead(const std::string& parent) {
     if (entry.path().filename().string().rfind(kPrefix, 0) == 0) folders.push_back(entry.path());
   }
   for (const std::string& folder : folders) {
-    const Descriptor lock(lock_of_the_dead(folder));
-    if (lock.get() >= 0) remove(folder);
+    if (const Descriptor lock = lock_of_the_dead(folder)) remove(folder);
   }
 }
 
@@ -120,7 +105,7 @@ JobFolder::JobFolder(const std::string& parent, const std::string& advice) {
   check(mkdtemp(made.data()) != nullptr);
   const std::string path = path_ + made.substr(made.size() - 6);
   lock_ = mark(made);
-  const bool is_named = lock_ >= 0 && ::rename(made.c_str(), path.c_str()) == 0;
+  const bool is_named = lock_ && ::rename(made.c_str(), path.c_str()) == 0;
   if (!is_named) {
     const int error = errno;
     remove(made);
@@ -130,9 +115,6 @@ JobFolder::JobFolder(const std::string& parent, const std::string& advice) {
   path_ = path;
 }
 
-JobFolder::~JobFolder() {
-  remove(path_);
-  if (lock_ >= 0) ::close(lock_);
-}
+JobFolder::~JobFolder() { remove(path_); }
 
 }  // namespace smp::tools

@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "core/descriptor.h"
+
 namespace smp::tools {
 
 /// A private folder of `parent` that goes away with this object: "smprun-" and some letters. The
@@ -13,14 +15,12 @@ class JobFolder {
   /// Throws `smp::Error` that ends with `advice` when there can be none.
   JobFolder(const std::string& parent, const std::string& advice);
   ~JobFolder();
-  JobFolder(const JobFolder&) = delete;
-  JobFolder& operator=(const JobFolder&) = delete;
 
   const std::string& path() const { return path_; }
 
  private:
   std::string path_;
-  int lock_ = -1;  // held as long as the folder is in use
+  core::Descriptor lock_;  // held as long as the folder is in use
 };
 
 }  // namespace smp::tools

@@ -51,13 +51,13 @@ std::string names_of(const std::vector<int>& ranks) {
 }
 
 // Why a job has to end that has run for as long as its ranks have to come to smp::init.
-std::string why_late(const std::string& folder, int ranks, std::chrono::seconds limit) {
+core::Refusal why_late(const std::string& folder, int ranks, std::chrono::seconds limit) {
   const std::set<int> arrived = core::read_arrivals(folder);
   std::vector<int> missing;
   for (int rank = 0; rank < ranks; ++rank) {
     if (arrived.count(rank) == 0) missing.push_back(rank);
   }
-  if (missing.empty()) return "";
+  if (missing.empty()) return std::nullopt;
   return c10::str(names_of(missing), missing.size() == 1 ? " has" : " have",
                   " not come to smp::init within ", limit.count(),
                   " s: mpirun could not start them, or they hang, or have much to do before. "

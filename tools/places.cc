@@ -8,6 +8,8 @@
 #include <iostream>
 #include <utility>
 
+#include "core/topology.h"
+
 namespace smp::tools {
 namespace {
 
@@ -27,12 +29,14 @@ Restarts::Decision Places::decide(const JobRun& run, Restarts::Decision decision
   if (!shrinks) wait_for_hosts(needed);
   if (signal_ != 0) return {};
   const bool is_short = count() < needed || is_on_this_host(options_, context_);
-  const std::string why_not = !shrinks ? too_few(needed) : is_short ? shrink(run) : "";
+  core::Refusal why_not;
+  if (!shrinks) why_not = too_few(needed);
+  if (shrinks && is_short) why_not = shrink(run);
   for (const std::string& host : context_.lost_hosts) {
     decision.text += "smprun: host " + host + " does not answer, and is left out\n";
   }
-  if (!why_not.empty()) {
-    return {false, decision.text + "smprun: not started again: " + why_not + "\n", {}};
+  if (why_not) {
+    return {false, decision.text + "smprun: not started again: " + *why_not + "\n", {}};
   }
   if (shrinks && is_short) {
     decision.text += "smprun: goes on with " + context_.layout->to_text() + "\n";
@@ -41,7 +45,7 @@ Restarts::Decision Places::decide(const JobRun& run, Restarts::Decision decision
 }
 
 int Places::count() const {
-  return is_on_this_host(options_, context_) ? kMostRanks
+  return is_on_this_host(options_, context_) ? core::Topology::kMostRanks
                                              : total_ranks(hosts_of(options_, context_));
 }
 
@@ -84,14 +88,14 @@ void Places::wait_for_hosts(int places) {
 }
 
 /// Why the job cannot go on with as many ranks, or nothing.
-std::string Places::too_few(int places) const {
-  if (count() >= places) return "";
+core::Refusal Places::too_few(int places) const {
+  if (count() >= places) return std::nullopt;
   return c10::str(places, " ranks need as many places, and the hosts that answer have ", count(),
                   ". Name more hosts with --hosts than --np needs.");
 }
 
 /// Takes a layout with fewer ranks; why there is none, or nothing.
-std::string Places::shrink(const JobRun& run) {
+core::Refusal Places::shrink(const JobRun& run) {
   Config config = run.config;
   const int most = run.ranks <= at_first_ ? count() : run.ranks * count() / at_first_;
   auto layout = tools::shrink(config, run.ranks);
@@ -100,7 +104,8 @@ std::string Places::shrink(const JobRun& run) {
     layout = tools::shrink(config, layout->ranks);
   }
   context_.layout = layout;
-  return layout ? "" : "no layout with fewer ranks computes the same.";
+  if (layout) return std::nullopt;
+  return "no layout with fewer ranks computes the same.";
 }
 
 }  // namespace smp::tools

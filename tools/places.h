@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "core/topology.h"
+#include "core/refusal.h"
 #include "tools/hosts.h"
 #include "tools/job_run.h"
 #include "tools/launch.h"
@@ -12,9 +12,6 @@
 #include "tools/restarts.h"
 
 namespace smp::tools {
-
-/// More ranks than any host takes.
-constexpr int kMostRanks = core::Topology::kMostRanks;
 
 /// Where a job that is started again finds its places. Uses the given places as long as they are
 /// there.
@@ -35,8 +32,8 @@ class Places {
   void look_for_hosts(int places);
   void leave_out_those_that_do_not_answer();
   void wait_for_hosts(int places);
-  std::string too_few(int places) const;
-  std::string shrink(const JobRun& run);
+  core::Refusal too_few(int places) const;
+  core::Refusal shrink(const JobRun& run);
 
   const LaunchOptions& options_;
   LaunchContext& context_;

@@ -111,51 +111,45 @@ void add_shares(const Graph& graph, std::vector<Box>& boxes) {
   }
 }
 
-/// Sums up edges by their ends.
-class EdgeMap {
- public:
-  void add(int from, int to, int64_t bytes, int64_t gradient_bytes) {
-    BoxEdge& edge = edges_[{from, to}];
-    edge.from = from;
-    edge.to = to;
-    ++edge.tensors;
-    edge.bytes += bytes;
-    edge.gradient_bytes += gradient_bytes;
+/// Sums up edges that have the same ends.
+std::vector<BoxEdge> summed(const std::vector<BoxEdge>& edges) {
+  std::map<std::pair<int, int>, BoxEdge> sums;
+  for (const BoxEdge& edge : edges) {
+    BoxEdge& sum =
+        sums.try_emplace({edge.from, edge.to}, BoxEdge{edge.from, edge.to}).first->second;
+    sum.tensors += edge.tensors;
+    sum.bytes += edge.bytes;
+    sum.gradient_bytes += edge.gradient_bytes;
   }
-  std::vector<BoxEdge> take() const {
-    std::vector<BoxEdge> result;
-    for (const auto& [ends, edge] : edges_) result.push_back(edge);
-    return result;
-  }
-
- private:
-  std::map<std::pair<int, int>, BoxEdge> edges_;
-};
+  std::vector<BoxEdge> result;
+  for (const auto& [ends, sum] : sums) result.push_back(sum);
+  return result;
+}
 
 std::vector<BoxEdge> edges_inside(const Graph& graph, const Boxes& boxes) {
-  EdgeMap edges;
+  std::vector<BoxEdge> edges;
   const auto& box_of = boxes.box_of_operator;
   for (size_t i = 0; i < graph.operators.size(); ++i) {
     partitioner::for_each_argument(graph.operators[i], [&](ValueId value) {
       const int producer = graph.values[value].producer;
       if (producer < 0 || box_of[producer] == box_of[i]) return;
       if (boxes.boxes[box_of[producer]].stage != boxes.boxes[box_of[i]].stage) return;
-      edges.add(box_of[producer], box_of[i], graph.values[value].meta.nbytes(), 0);
+      edges.push_back({box_of[producer], box_of[i], 1, graph.values[value].meta.nbytes(), 0});
     });
   }
-  return edges.take();
+  return summed(edges);
 }
 
 std::vector<BoxEdge> edges_between(const Graph& graph, const Plan& plan, const Boxes& boxes) {
-  EdgeMap edges;
+  std::vector<BoxEdge> edges;
   for (const auto& hop : plan.transfers) {
     const std::vector<int> from = boxes.touching(graph, hop.value, hop.from);
     const std::vector<int> to = boxes.touching(graph, hop.value, hop.to);
     if (from.empty() || to.empty()) continue;  // a stage without operators
     const int64_t bytes = graph.values[hop.value].meta.nbytes();
-    edges.add(from.front(), to.front(), bytes, hop.needs_gradient ? bytes : 0);
+    edges.push_back({from.front(), to.front(), 1, bytes, hop.needs_gradient ? bytes : 0});
   }
-  return edges.take();
+  return summed(edges);
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/descriptor.h"
 #include "core/env.h"
 
 extern char** environ;
@@ -95,11 +96,8 @@ class ErrorPipe {
       if (count <= 0) return;
       tail_.append(bytes.data(), static_cast<size_t>(count));
       if (tail_.size() > 2 * kTail) tail_.erase(0, tail_.size() - kTail);
-      for (ssize_t done = 0; done < count;) {
-        const ssize_t written = write(STDERR_FILENO, bytes.data() + done, count - done);
-        if (written <= 0) break;  // stderr is gone; there is nowhere to say so
-        done += written;
-      }
+      // It fails where stderr is gone; there is nowhere to say so.
+      static_cast<void>(core::write_fully(STDERR_FILENO, bytes.data(), count));
     }
   }
 
@@ -237,9 +235,10 @@ class RunningCommand {
 
   void look_at_the_time() {
     if (has_ended_) return;
-    if (is_over(late_)) {
-      result_.ended_because = supervision_.why_late();
-      if (!result_.ended_because.empty()) end(ending_signal_);
+    const core::Refusal too_late = is_over(late_) ? supervision_.why_late() : std::nullopt;
+    if (too_late) {
+      result_.ended_because = *too_late;
+      end(ending_signal_);
     }
     if (is_over(grace_)) {
       result_.forwarded_signal = SIGTERM;

@@ -8,6 +8,7 @@
 #include <functional>
 #include <string>
 
+#include "core/refusal.h"
 #include "tools/launch.h"
 
 namespace smp::tools {
@@ -33,8 +34,8 @@ struct ProcessResult {
 struct Supervision {
   /// After how long `why_late` is called, once; 0: never.
   std::chrono::seconds start_limit{0};
-  /// Why the command has to end, or nothing.
-  std::function<std::string()> why_late;
+  /// Why the command has to end.
+  std::function<core::Refusal()> why_late;
   /// Called for the first SIGTERM: asks the command to stop by itself, and returns how long that
   /// may take; 0: it cannot, and gets the signal.
   std::function<std::chrono::nanoseconds()> ask_to_stop;

@@ -22,7 +22,7 @@ int64_t next_begin(const core::JobProgress& progress) {
 
 }  // namespace
 
-std::string Restarts::why_not(bool is_noted) const {
+core::Refusal Restarts::why_not(bool is_noted) const {
   if (!is_noted && !one_host_) {
     return "rank 0 has not come to smp::init, or cannot write to the launcher's folder. On several "
            "hosts, set TMPDIR to a folder that all of them see.";
@@ -34,7 +34,7 @@ std::string Restarts::why_not(bool is_noted) const {
                         : c10::str("come no further than step ", so_far_.steps, "."));
   }
   if (most_ == restarts_) return c10::str("all of --restarts ", *most_, " are used.");
-  return "";
+  return std::nullopt;
 }
 
 /// Returns whether there is a new checkpoint or copy.
@@ -77,8 +77,9 @@ std::string Restarts::from() const {
 Restarts::Decision Restarts::after(const std::optional<core::JobProgress>& noted, bool recovers) {
   if (most_ == 0 || (!most_ && !recovers)) return {};
   count(noted);
-  const std::string reason = why_not(noted.has_value());
-  if (!reason.empty()) return {false, "smprun: not started again: " + reason + "\n", {}};
+  if (const core::Refusal reason = why_not(noted.has_value())) {
+    return {false, "smprun: not started again: " + *reason + "\n", {}};
+  }
   const auto wait = waiting_time(recovers);
   const std::string of = most_ ? c10::str(" of ", *most_) : "";
   return {true,

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 
+#include "core/refusal.h"
 #include "core/restart.h"
 
 namespace smp::tools {
@@ -35,7 +36,7 @@ class Restarts {
  private:
   bool take(const core::JobProgress& noted);
   void count(const std::optional<core::JobProgress>& noted);
-  std::string why_not(bool is_noted) const;
+  core::Refusal why_not(bool is_noted) const;
   std::chrono::seconds waiting_time(bool recovers) const;
   std::string from() const;
 

@@ -18,11 +18,11 @@
 #include "tools/checkpoint_text.h"
 #include "tools/program.h"
 
+namespace smp::tools {
 namespace {
 
-using smp::checkpoint::Reader;
-using smp::core::printable;
-using smp::tools::CheckpointSource;
+using checkpoint::Reader;
+using core::printable;
 
 constexpr const char* kInput =
     "A checkpoint, a .safetensors file, or a state dictionary of torch.save";
@@ -34,12 +34,12 @@ struct Options {
   std::string dtype;
   std::string format = "text";
   bool tensors = false;
-  smp::tools::Conversion conversion;
+  Conversion conversion;
   size_t lines = 20;
 };
 
 int list(const Options& options) {
-  std::cout << smp::tools::list_checkpoints(options.input);
+  std::cout << list_checkpoints(options.input);
   return 0;
 }
 
@@ -51,22 +51,21 @@ std::string to_json(const nlohmann::ordered_json& description) {
 
 int inspect(const Options& options) {
   CheckpointSource source(options.input);
-  const auto description = smp::tools::describe(source, options.tensors);
-  std::cout << (options.format == "json" ? to_json(description) + "\n"
-                                         : smp::tools::to_text(description));
+  const auto description = describe(source, options.tensors);
+  std::cout << (options.format == "json" ? to_json(description) + "\n" : to_text(description));
   return 0;
 }
 
 int verify(const Options& options) {
   try {
     Reader reader(options.input);
-    smp::checkpoint::check_undamaged(options.input, reader.find_damage(Reader::Section::kAll));
+    checkpoint::check_undamaged(options.input, reader.find_damage(Reader::Section::kAll));
     const auto& index = reader.index();
     std::cout << printable(options.input) << ": "
               << index.model.size() + index.optimizer_tensors.size() << " tensors in "
               << index.files.size() << " files are as they were written\n";
     return 0;
-  } catch (const smp::CheckpointError& error) {
+  } catch (const CheckpointError& error) {
     std::cerr << error.what() << "\n";
     return kFoundStatus;
   }
@@ -78,7 +77,7 @@ int hashes(const Options& options) {
   const auto print = [](const char* section, const auto& tensors) {
     for (const auto& [name, entry] : tensors) {
       std::printf("%s/%s %016" PRIx64 "\n", section,
-                  printable(name, smp::checkpoint::kLongestName).c_str(), entry.hash);
+                  printable(name, checkpoint::kLongestName).c_str(), entry.hash);
     }
   };
   print("model", reader.index().model);
@@ -88,16 +87,16 @@ int hashes(const Options& options) {
 
 int convert(Options options) {
   if (!options.dtype.empty()) {
-    options.conversion.dtype = smp::checkpoint::dtype_from_name(options.dtype);
+    options.conversion.dtype = checkpoint::dtype_from_name(options.dtype);
   }
   CheckpointSource source(options.input);
-  smp::tools::convert(source, options.second, options.conversion);
+  convert(source, options.second, options.conversion);
   std::cout << printable(options.second) << " written\n";
   return 0;
 }
 
 int merge(const Options& options) {
-  SMP_CHECK_WITH(smp::UsageError, smp::tools::is_one_file(options.second),
+  SMP_CHECK_WITH(UsageError, is_one_file(options.second),
                  "smp_ckpt merge: expected an output that ends with .safetensors or .pt, got \"",
                  printable(options.second), "\".");
   return convert(options);
@@ -105,7 +104,7 @@ int merge(const Options& options) {
 
 int diff(const Options& options) {
   CheckpointSource a(options.input), b(options.second);
-  const auto lines = smp::tools::differences(a, b);
+  const auto lines = differences(a, b);
   for (size_t i = 0; i < std::min(lines.size(), options.lines); ++i) std::cout << lines[i] << "\n";
   if (lines.size() > options.lines) {
     std::cout << "and " << lines.size() - options.lines << " more differences\n";
@@ -130,14 +129,16 @@ CLI::App* writing(CLI::App& app, const char* name, const char* help, const char*
 }
 
 }  // namespace
+}  // namespace smp::tools
 
 int main(int argc, char** argv) {
+  using namespace smp::tools;  // NOLINT(google-build-using-namespace)
   Options options;
   CLI::App app{
       "Looks at checkpoints and makes others of them; docs/checkpoints.md.\n"
       "Exit status: 0; 1 if verify or diff found something; 2 for errors.",
       "smp_ckpt"};
-  smp::tools::add_version(app);
+  add_version(app);
   app.require_subcommand(1);
   const auto* lists =
       command(app, "list", "The checkpoints of a folder, the oldest first", "The folder", options);
@@ -170,7 +171,7 @@ int main(int argc, char** argv) {
   diffs->add_option("--lines", options.lines, "How many differences are shown")
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  return smp::tools::status_of([&] {
+  return status_of([&] {
     if (lists->parsed()) return list(options);
     if (inspects->parsed()) return inspect(options);
     if (verifies->parsed()) return verify(options);

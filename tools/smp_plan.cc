@@ -25,9 +25,8 @@
 #include "tools/program.h"
 #include "tools/schedule_view.h"
 
+namespace smp::tools {
 namespace {
-
-using smp::Config;
 
 struct Options {
   std::string graph;
@@ -63,7 +62,7 @@ class Parameters {
     if (!file.empty()) {
       const Config from_file = Config::from_file(file);
       from_file.validate();
-      for (const smp::core::Parameter& parameter : smp::core::schema()) {
+      for (const core::Parameter& parameter : core::schema()) {
         if (from_file.is_set(parameter.name)) {
           config.set(parameter.name, from_file.get(parameter.name));
         }
@@ -86,11 +85,11 @@ class Parameters {
     settings_.push_back({parameter, app.add_option(names, help)});
   }
 
-  static smp::ConfigValue value(const Setting& setting) {
-    switch (smp::core::find_parameter(setting.parameter)->type) {
-      case smp::core::ParameterType::kInt:
+  static ConfigValue value(const Setting& setting) {
+    switch (core::find_parameter(setting.parameter)->type) {
+      case core::ParameterType::kInt:
         return setting.option->as<int64_t>();
-      case smp::core::ParameterType::kNumber:
+      case core::ParameterType::kNumber:
         return setting.option->as<double>();
       default:
         return setting.option->as<std::string>();
@@ -107,7 +106,7 @@ void write(const std::string& text, const std::string& path) {
   }
   std::ofstream out(path, std::ios::binary);
   out << text << std::flush;
-  SMP_CHECK_WITH(smp::ConfigError, out.good(), path, ": cannot be written: ", std::strerror(errno),
+  SMP_CHECK_WITH(ConfigError, out.good(), path, ": cannot be written: ", std::strerror(errno),
                  ". Give a path in a folder that can be written.");
 }
 
@@ -119,64 +118,63 @@ Config of_a_rank(Config config) {
 }
 
 /// The plan of the file, or else the partitioner's.
-smp::partitioner::Plan make_plan(const Options& options, const smp::graph::Graph& graph,
-                                 const smp::partitioner::PartitionOptions& partition) {
+partitioner::Plan make_plan(const Options& options, const graph::Graph& graph,
+                            const partitioner::PartitionOptions& partition) {
   if (options.load_plan.empty()) {
-    return smp::partitioner::partition_in_best_order(graph, partition);
+    return partitioner::partition_in_best_order(graph, partition);
   }
-  return smp::partitioner::plan_from_json(graph,
-                                          smp::core::read_file(options.load_plan, "the plan"),
-                                          partition.partitions(), options.load_plan);
+  return partitioner::plan_from_json(graph, core::read_file(options.load_plan, "the plan"),
+                                     partition.partitions(), options.load_plan);
 }
 
-std::string planned(const Options& options, const smp::graph::SavedGraph& saved,
-                    const Config& config) {
-  const smp::graph::Graph& graph = saved.graph;
-  SMP_CHECK_WITH(smp::ConfigError, options.compare.empty() || options.format != "html",
+std::string planned(const Options& options, const graph::SavedGraph& saved, const Config& config) {
+  const graph::Graph& graph = saved.graph;
+  SMP_CHECK_WITH(ConfigError, options.compare.empty() || options.format != "html",
                  "smp_plan: --compare has no page: expected --format text or json, got html.");
   if (!options.compare.empty()) {
-    const auto alternatives =
-        smp::tools::plan_alternatives(saved, config, options.compare, options.replicas);
-    return options.format == "json" ? smp::tools::to_json(graph, alternatives).dump(2) + "\n"
-                                    : smp::tools::to_text(graph, alternatives);
+    const auto alternatives = plan_alternatives(saved, config, options.compare, options.replicas);
+    return options.format == "json" ? to_json(graph, alternatives).dump(2) + "\n"
+                                    : to_text(graph, alternatives);
   }
   const auto ranks = static_cast<int>(config.partitions());
   const auto microbatches = static_cast<int>(config.microbatches());
-  auto partition = smp::runtime::partition_options(
-      config, ranks, smp::tools::step_model(config, saved, ranks, microbatches, options.replicas));
-  const std::string file = smp::runtime::read_schedule(config);
-  partition.placement(smp::runtime::best_placement(config, file, graph, partition));
+  auto partition = runtime::partition_options(
+      config, ranks, step_model(config, saved, ranks, microbatches, options.replicas));
+  const std::string file = runtime::read_schedule(config);
+  partition.placement(runtime::best_placement(config, file, graph, partition));
   auto plan = make_plan(options, graph, partition);
-  const auto ordered = smp::partitioner::reordered(graph, plan.order);
-  const auto forecast =
-      smp::tools::forecast(config, file, ordered, std::move(plan), ranks, partition.step());
+  const auto ordered = partitioner::reordered(graph, plan.order);
+  const Forecast predicted =
+      forecast(config, file, ordered, std::move(plan), ranks, partition.step());
   if (!options.save_plan.empty()) {
-    write(smp::partitioner::plan_to_json(graph, forecast.plan), options.save_plan);
+    write(partitioner::plan_to_json(graph, predicted.plan), options.save_plan);
   }
-  if (options.format == "json") return smp::tools::to_json(ordered, forecast).dump(2) + "\n";
-  if (options.format == "html") return smp::tools::to_html(ordered, forecast, options.title);
-  return smp::tools::to_text(ordered, forecast);
+  if (options.format == "json") return to_json(ordered, predicted).dump(2) + "\n";
+  if (options.format == "html") return to_html(ordered, predicted, options.title);
+  return to_text(ordered, predicted);
 }
 
 std::string shown(const Options& options, const Config& config) {
-  SMP_CHECK_WITH(smp::ConfigError, options.graph.empty() != options.schedule.empty(),
+  SMP_CHECK_WITH(ConfigError, options.graph.empty() != options.schedule.empty(),
                  "smp_plan: expected a graph to plan or a --schedule to draw, got ",
                  options.graph.empty() ? "neither" : "both", ".");
   return options.graph.empty()
-             ? smp::tools::show_schedule(options.schedule, config, options.format)
-             : planned(options, smp::graph::load_graph(options.graph), of_a_rank(config));
+             ? show_schedule(options.schedule, config, options.format)
+             : planned(options, graph::load_graph(options.graph), of_a_rank(config));
 }
 
 }  // namespace
+}  // namespace smp::tools
 
 int main(int argc, char** argv) {
+  using namespace smp::tools;  // NOLINT(google-build-using-namespace)
   Options options;
   CLI::App app{
       "Plans a model from its saved graph, without running it: smp_plan GRAPH [OPTIONS]\n"
       "Draws a schedule: smp_plan --schedule NAME [OPTIONS]\n"
       "See docs/partitioning.md and docs/performance.md.",
       "smp_plan"};
-  smp::tools::add_version(app);
+  add_version(app);
   app.add_option("graph", options.graph, "The file that a run wrote for \"graph_file\"");
   app.add_option("--schedule", options.schedule,
                  "A schedule to draw instead: a name as for --pipeline, or a file");
@@ -201,8 +199,8 @@ int main(int argc, char** argv) {
       ->excludes(compare);
   CLI11_PARSE(app, argc, argv);
   if (options.title.empty()) options.title = std::filesystem::path(options.graph).stem().string();
-  return smp::tools::status_of([&] {
-    const Config config = parameters.over(options.config);
+  return status_of([&] {
+    const smp::Config config = parameters.over(options.config);
     write(shown(options, config), options.output);
     return 0;
   });

@@ -17,6 +17,7 @@
 #include "core/restart.h"
 #include "core/stack_request.h"
 #include "core/status_reader.h"
+#include "core/topology.h"
 #include "smp/exit_status.h"
 #include "tools/failure_report.h"
 #include "tools/job_folder.h"
@@ -29,24 +30,15 @@
 
 extern char** environ;
 
+namespace smp::tools {
 namespace {
-
-using smp::tools::CommandRunner;
-using smp::tools::is_on_this_host;
-using smp::tools::JobFolder;
-using smp::tools::JobRun;
-using smp::tools::kMostRanks;
-using smp::tools::LaunchContext;
-using smp::tools::LaunchOptions;
-using smp::tools::Places;
-using smp::tools::Restarts;
 
 constexpr int kUsageStatus = 2;
 constexpr int kMostRestarts = 1000;
 constexpr int kLongestWait = 24 * 3600;  // s
 constexpr const char* kMemory = "/dev/shm";
 
-std::string temporary_folder() { return smp::core::env("TMPDIR").value_or("/tmp"); }
+std::string temporary_folder() { return core::env("TMPDIR").value_or("/tmp"); }
 
 // Starts the ranks, and again after failures, as often as the user wants, but not when a signal has
 // stopped the launcher. `has_copies`: whether ranks may have kept some.
@@ -60,7 +52,7 @@ int run_until_the_end(LaunchOptions options, LaunchContext& context, CommandRunn
     std::cout.flush();  // the last line on the screen shall be the cause
     if (run.is_preempted) {
       std::cerr << run.preemption_report();
-      return smp::kPreemptedStatus;
+      return kPreemptedStatus;
     }
     const int status = run.result.exit_status;
     std::cerr << run.report;
@@ -70,7 +62,7 @@ int run_until_the_end(LaunchOptions options, LaunchContext& context, CommandRunn
     std::cerr << decision.text;
     const int waited = decision.again ? runner.wait(decision.wait) : 0;
     if (const int signal = std::max(places.signal(), waited)) {
-      std::cerr << smp::tools::stop_report(signal);
+      std::cerr << stop_report(signal);
       return 128 + signal;
     }
     if (!decision.again) return status;
@@ -90,7 +82,7 @@ void remove_elsewhere(const LaunchOptions& options, const LaunchContext& context
 
 int run_with_restarts(const LaunchOptions& options, LaunchContext context) {
   CommandRunner runner;
-  const auto users_own = smp::core::env(smp::core::kRecoveryDirVariable);
+  const auto users_own = core::env(core::kRecoveryDirVariable);
   // Goes away with the job.
   const JobFolder memory(access(kMemory, W_OK) == 0 ? kMemory : temporary_folder(),
                          "Set TMPDIR to a folder that can be written.");
@@ -113,36 +105,35 @@ void read_environment_of_mpi(LaunchContext& context) {
   // PBS, LSF and Grid Engine, and a setting for all users of mpirun.
   for (const char* name : {"PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_AFFINITY_HOSTFILE", "PE_HOSTFILE",
                            "OMPI_MCA_orte_default_hostfile", "OMPI_MCA_orte_hostfile"}) {
-    context.mpirun_knows_hosts = context.mpirun_knows_hosts || smp::core::env(name);
+    context.mpirun_knows_hosts = context.mpirun_knows_hosts || core::env(name);
   }
 }
 
 int launch(const LaunchOptions& options, bool dry_run) {
   LaunchContext context;
-  context.parameters = smp::core::env(smp::core::kParametersVariable);
+  context.parameters = core::env(core::kParametersVariable);
   context.is_root = geteuid() == 0;
-  context.master_address = smp::core::env("MASTER_ADDR");
-  context.master_port = smp::core::env("MASTER_PORT");
-  context.one_thread = !smp::core::env("OMP_NUM_THREADS");
-  if (const auto nodes = smp::core::env("SLURM_JOB_NODELIST")) {
-    context.slurm_hosts =
-        smp::tools::slurm_hosts(*nodes, smp::core::env("SLURM_TASKS_PER_NODE").value_or(""));
+  context.master_address = core::env("MASTER_ADDR");
+  context.master_port = core::env("MASTER_PORT");
+  context.one_thread = !core::env("OMP_NUM_THREADS");
+  if (const auto nodes = core::env("SLURM_JOB_NODELIST")) {
+    context.slurm_hosts = slurm_hosts(*nodes, core::env("SLURM_TASKS_PER_NODE").value_or(""));
   }
-  context.host_name = smp::core::host_name();
+  context.host_name = core::host_name();
   read_environment_of_mpi(context);
   if (dry_run) {
     std::cout << shell_text(plan_launch(options, context)) << "\n";
     return 0;
   }
   context.output_is_terminal = isatty(STDOUT_FILENO) != 0;
-  context.backtraces = smp::core::env("SMP_BACKTRACE") == "1";
+  context.backtraces = core::env("SMP_BACKTRACE") == "1";
   return run_with_restarts(options, std::move(context));
 }
 
 // Shows the status of the jobs of that name, or of all.
 int show_status(const std::string& name, bool stacks) {
   int shown = 0;
-  for (smp::core::JobStatus& job : smp::core::read_jobs()) {
+  for (core::JobStatus& job : core::read_jobs()) {
     if (!name.empty() && job.name != name) continue;
     if (stacks) ask_for_stacks(job);
     std::cout << (shown++ == 0 ? "" : "\n") << status_text(job);
@@ -154,8 +145,10 @@ int show_status(const std::string& name, bool stacks) {
 }
 
 }  // namespace
+}  // namespace smp::tools
 
 int main(int argc, char** argv) {
+  using namespace smp::tools;  // NOLINT(google-build-using-namespace)
   LaunchOptions options;
   std::string job;
   int np = 0;
@@ -165,7 +158,7 @@ int main(int argc, char** argv) {
       "Shows what the ranks of running jobs do: smprun --status [JOB] [--stacks]\n"
       "See docs/configuration.md.",
       "smprun"};
-  smp::tools::add_version(app);
+  add_version(app);
   app.add_option("--config", options.config_file,
                  "JSON file with the parameters, or the estimator's distribution");
   auto* np_option =
@@ -173,7 +166,7 @@ int main(int argc, char** argv) {
              "--np", np,
              "Number of ranks; else what the hosts take, processes_per_host, or the product "
              "of the degrees in the configuration")
-          ->check(CLI::Range(1, kMostRanks));
+          ->check(CLI::Range(1, smp::core::Topology::kMostRanks));
   app.add_option("--hosts", options.hosts,
                  "Hosts and their ranks, h1:2,h2:2; else those of a SLURM job, else this one");
   app.add_flag("--dry-run", dry_run, "Check the configuration and print the command only");
@@ -212,7 +205,7 @@ int main(int argc, char** argv) {
               << app.help();
     return kUsageStatus;
   }
-  return smp::tools::status_of([&] {
+  return status_of([&] {
     read_config_pipe(options);
     return launch(options, dry_run);
   });

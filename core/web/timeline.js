@@ -21,7 +21,8 @@ const formatDuration = time =>
 const formatMemory = kept => inSlots ? digits(kept, 4) : formatBytes(kept);
 const takesTime = action => action.end > action.start;
 const isCompute = action => action.kind in kindNames && !['send', 'reduce'].includes(action.kind);
-const stagesOf = lane => [...new Set(lane.actions.map(action => action.stage))].sort((a, b) => a - b);
+const stagesOf = lane => // others give it their outputs
+    [...new Set(lane.actions.filter(isCompute).map(action => action.stage))].sort((a, b) => a - b);
 const peakOf = lane => Math.max(0, ...lane.actions.map(action => action.keeps));
 
 // Text that the browser shows when the pointer rests on an action.

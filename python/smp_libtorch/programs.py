@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The console scripts: each becomes the program of its name in the wheel."""
 
+import functools
 import os
 import pathlib
 import sys
@@ -11,21 +12,8 @@ def _run(name):
     os.execv(program, [name, *sys.argv[1:]])
 
 
-def smprun():
-    _run("smprun")
-
-
-def smp_plan():
-    _run("smp_plan")
-
-
-def smp_ckpt():
-    _run("smp_ckpt")
-
-
-def smp_diff():
-    _run("smp_diff")
-
-
-def smp_train():
-    _run("smp_train")
+smprun = functools.partial(_run, "smprun")
+smp_plan = functools.partial(_run, "smp_plan")
+smp_ckpt = functools.partial(_run, "smp_ckpt")
+smp_diff = functools.partial(_run, "smp_diff")
+smp_train = functools.partial(_run, "smp_train")

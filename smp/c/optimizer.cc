@@ -10,14 +10,15 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <nlohmann/json.hpp>
-#include <tuple>
 #include <utility>
 
 #include "core/check.h"
 #include "core/json.h"
 #include "core/json_reader.h"
 #include "core/text.h"
+#include "optim/state_dict_fields.h"
 #include "smp/distributed_optimizer.h"
 #include "smp/loss_scale_options.h"
 #include "smp/optim/fused.h"
@@ -26,23 +27,6 @@ namespace smp::c {
 namespace {
 
 using core::JsonReader;
-
-template <class Base>
-class Made final : public NamedOptimizer {
- public:
-  template <class Options>
-  Made(std::vector<at::Tensor> parameters, const Options& options)
-      : optimizer_(std::move(parameters), options) {}
-
-  void step() override { optimizer_.step(); }
-  void set_learning_rate(double rate) override {
-    for (auto& group : optimizer_.param_groups()) group.options().set_lr(rate);
-  }
-  const OptimizerCore& core() const override { return optimizer_; }
-
- private:
-  DistributedOptimizer<Base> optimizer_;
-};
 
 /// Options by name, and their setters.
 template <class Options>
@@ -57,7 +41,10 @@ double above_zero(const JsonReader& value) {
   return value.number();
 }
 
-std::tuple<double, double> two_numbers(const JsonReader& value) {
+/// The value of an optimizer's option, of the kind that the default has.
+nlohmann::json value_like(const nlohmann::json& usual, const JsonReader& value) {
+  if (usual.is_boolean()) return value.boolean();
+  if (!usual.is_array()) return value.number();
   if (value.size() != 2) value.fail_expected("a list of two numbers");
   return {value.at(0).number(), value.at(1).number()};
 }
@@ -66,36 +53,6 @@ std::tuple<double, double> two_numbers(const JsonReader& value) {
   {                                                                                  \
 #name, [](auto& options, const JsonReader& value) { options.name(read(value)); } \
   }
-
-Setters<torch::optim::SGDOptions> setters_of(const torch::optim::SGDOptions&) {
-  return {SMP_OPTION(lr, number), SMP_OPTION(momentum, number), SMP_OPTION(dampening, number),
-          SMP_OPTION(weight_decay, number), SMP_OPTION(nesterov, boolean)};
-}
-
-template <class Options>
-Setters<Options> setters_of_adam() {
-  return {SMP_OPTION(lr, number), SMP_OPTION(eps, number), SMP_OPTION(weight_decay, number),
-          SMP_OPTION(amsgrad, boolean), SMP_OPTION(betas, two_numbers)};
-}
-
-Setters<torch::optim::AdamOptions> setters_of(const torch::optim::AdamOptions&) {
-  return setters_of_adam<torch::optim::AdamOptions>();
-}
-
-Setters<torch::optim::AdamWOptions> setters_of(const torch::optim::AdamWOptions&) {
-  return setters_of_adam<torch::optim::AdamWOptions>();
-}
-
-Setters<torch::optim::AdagradOptions> setters_of(const torch::optim::AdagradOptions&) {
-  return {SMP_OPTION(lr, number), SMP_OPTION(lr_decay, number), SMP_OPTION(weight_decay, number),
-          SMP_OPTION(initial_accumulator_value, number), SMP_OPTION(eps, number)};
-}
-
-Setters<torch::optim::RMSpropOptions> setters_of(const torch::optim::RMSpropOptions&) {
-  return {SMP_OPTION(lr, number),       SMP_OPTION(alpha, number),
-          SMP_OPTION(eps, number),      SMP_OPTION(weight_decay, number),
-          SMP_OPTION(momentum, number), SMP_OPTION(centered, boolean)};
-}
 
 template <class Map>
 std::string names_of(const Map& map) {
@@ -159,34 +116,35 @@ std::optional<LossScaleOptions> loss_scale_of(const std::string& name,
       .dynamic_loss_args(options.dynamic_loss_args().value_or(DynamicLossArgs()));
 }
 
-/// Sets the options of this optimizer and those of all.
+/// Sets the options of this optimizer, by the names under which libtorch serialises them, and those
+/// of all.
 template <class Options>
 void read_options(const std::string& name, const nlohmann::json& json, Options& options,
                   CommonOptions& common) {
   const JsonReader reader(json, source_of(name));
-  const auto setters = setters_of(options);
+  std::map<std::string, nlohmann::json> fields = optim::fields_of(options).scalars;
   const auto common_setters = setters_of(common);
   for (const auto& entry : json.items()) {
-    const auto own = setters.find(entry.key());
+    const auto own = fields.find(entry.key());
     const auto found = common_setters.find(entry.key());
-    SMP_CHECK_WITH(ConfigError, own != setters.end() || found != common_setters.end(),
+    SMP_CHECK_WITH(ConfigError, own != fields.end() || found != common_setters.end(),
                    "optimizer \"", name, "\" has no option \"", core::printable(entry.key(), 100),
-                   "\". It has ", names_of(setters), ", ", names_of(common_setters));
-    if (own != setters.end()) own->second(options, reader.at(entry.key()));
+                   "\". It has ", names_of(fields), ", ", names_of(common_setters));
+    if (own != fields.end()) own->second = value_like(own->second, reader.at(entry.key()));
     if (found != common_setters.end()) found->second(common, reader.at(entry.key()));
   }
+  optim::assign_fields(options, {{}, fields});
 }
 
 template <class Base, class Options>
-std::unique_ptr<NamedOptimizer> make(const std::string& name, const nlohmann::json& json,
-                                     std::vector<at::Tensor> parameters, Options options) {
+NamedOptimizer make(const std::string& name, const nlohmann::json& json,
+                    std::vector<at::Tensor> parameters, Options options) {
   CommonOptions common;
   read_options(name, json, options, common);
   try {
-    auto optimizer = std::make_unique<Made<Base>>(std::move(parameters), options);
-    optimizer->clip_grad_norm = common.clip_grad_norm();
-    if (const auto scale = loss_scale_of(name, common)) optimizer->core().scale_loss(*scale);
-    return optimizer;
+    const auto made = std::make_shared<DistributedOptimizer<Base>>(std::move(parameters), options);
+    if (const auto scale = loss_scale_of(name, common)) made->scale_loss(*scale);
+    return {made, made.get(), common.clip_grad_norm()};
   } catch (const UsageError& error) {  // ours, of a loss scale's
     core::fail<ConfigError>(source_of(name), ": ", core::text_without_prefix(error));
   } catch (const Error&) {
@@ -196,9 +154,8 @@ std::unique_ptr<NamedOptimizer> make(const std::string& name, const nlohmann::js
   }
 }
 
-using Make = std::unique_ptr<NamedOptimizer> (*)(const std::string& name,
-                                                 const nlohmann::json& json,
-                                                 std::vector<at::Tensor> parameters);
+using Make = NamedOptimizer (*)(const std::string& name, const nlohmann::json& json,
+                                std::vector<at::Tensor> parameters);
 
 /// Learning rates without a default in libtorch's C++ have Python's.
 template <class Base, class Options>
@@ -235,8 +192,8 @@ nlohmann::json parse(const std::string& name, const std::string& options) {
 
 }  // namespace
 
-std::unique_ptr<NamedOptimizer> make_optimizer(const std::string& name, const std::string& options,
-                                               std::vector<at::Tensor> parameters) {
+NamedOptimizer make_optimizer(const std::string& name, const std::string& options,
+                              std::vector<at::Tensor> parameters) {
   const auto found = makers().find(name);
   SMP_CHECK_WITH(ConfigError, found != makers().end(), "there is no optimizer \"",
                  core::printable(name, 100), "\". There are ", names_of(makers()));

@@ -168,7 +168,7 @@ void Session::load(const std::string& train, const std::string& eval) {
 }
 
 void Session::make_optimizer(const std::string& name, const std::string& options) {
-  SMP_CHECK_WITH(UsageError, optimizer_ == nullptr,
+  SMP_CHECK_WITH(UsageError, !optimizer_,
                  "the session has an optimizer already. Begin another session for another one");
   optimizer_ = c::make_optimizer(name, options, model()->parameters());
 }
@@ -176,7 +176,7 @@ void Session::make_optimizer(const std::string& name, const std::string& options
 void Session::set_learning_rate(double rate) {
   SMP_CHECK_WITH(UsageError, std::isfinite(rate) && rate >= 0, rate,
                  " is no learning rate: expected a number of 0 or more");
-  optimizer().set_learning_rate(rate);
+  for (auto& group : optimizer().own->param_groups()) group.options().set_lr(rate);
 }
 
 const Session::Model& Session::model() const {
@@ -185,8 +185,8 @@ const Session::Model& Session::model() const {
   return *model_;
 }
 
-NamedOptimizer& Session::optimizer() const {
-  SMP_CHECK_WITH(UsageError, optimizer_ != nullptr,
+const NamedOptimizer& Session::optimizer() const {
+  SMP_CHECK_WITH(UsageError, optimizer_.has_value(),
                  "the session has no optimizer yet. Make one before: smp_optimizer");
   return *optimizer_;
 }
@@ -221,13 +221,13 @@ void Session::make_steps() {
 /// One update of the optimizer.
 void Session::update() {
   if (optimizer().clip_grad_norm) {
-    optimizer().core().clip_master_grads(*optimizer().clip_grad_norm);
+    optimizer().core->clip_master_grads(*optimizer().clip_grad_norm);
   }
-  optimizer().step();
+  optimizer().own->step();
 }
 
 double Session::train(NamedTensors inputs, const std::string& loss, const Tensor& target) {
-  optimizer().core().zero_grad();
+  optimizer().core->zero_grad();
   given_ = {std::move(inputs.names), loss};
   const StepOutput output = train_(inputs.tensors, target.defined() ? Tensors{target} : Tensors());
   update();
@@ -235,7 +235,7 @@ double Session::train(NamedTensors inputs, const std::string& loss, const Tensor
 }
 
 void Session::train_by_gradient(NamedTensors inputs, const OutputGradient& gradient) {
-  optimizer().core().zero_grad();
+  optimizer().core->zero_grad();
   given_ = {std::move(inputs.names), std::nullopt};
   {
     const OutputGradientScope scope(gradient);
@@ -263,7 +263,7 @@ std::pair<std::vector<Tensor>, double> Session::evaluate(NamedTensors inputs,
 }
 
 void Session::save(const std::string& folder, const std::string& tag) {
-  smp::save_checkpoint(folder, tag, model(), optimizer().core()).wait();
+  smp::save_checkpoint(folder, tag, model(), *optimizer().core).wait();
 }
 
 void Session::save_weights(const std::string& folder, const std::string& tag) {
@@ -281,7 +281,7 @@ void Session::save_program(const std::string& program, const std::string& path) 
 }
 
 int64_t Session::resume(const std::string& folder, const std::optional<std::string>& tag) {
-  return smp::resume_from_checkpoint(folder, tag, model(), optimizer().core(),
+  return smp::resume_from_checkpoint(folder, tag, model(), *optimizer().core,
                                      LoadOptions().begin_anew(true))
       .step;
 }

@@ -72,7 +72,7 @@ class Session {
   void load(const std::string& train, const std::string& eval);
   void make_optimizer(const std::string& name, const std::string& options);
   void set_learning_rate(double rate);
-  NamedOptimizer& optimizer() const;
+  const NamedOptimizer& optimizer() const;
 
   /// The mean of the loss over the microbatches of all replicas.
   double train(NamedTensors inputs, const std::string& loss, const at::Tensor& target);
@@ -110,7 +110,7 @@ class Session {
   runtime::Session ranks_;
   std::string program_;  // the one that `save_program` writes
   std::optional<Model> model_;
-  std::unique_ptr<NamedOptimizer> optimizer_;
+  std::optional<NamedOptimizer> optimizer_;
   Given given_;
   std::function<StepOutput(const Tensors& inputs, const Tensors& target)> train_;
   std::function<void(const Tensors& inputs)> train_by_gradient_;

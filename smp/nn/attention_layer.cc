@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cmath>
 #include <limits>
@@ -25,22 +26,6 @@ constexpr const char* kName = "DistributedAttentionLayer";
 std::vector<at::Tensor> by_heads(const at::Tensor& x, int64_t count, int64_t channels) {
   return x.view({x.size(0), x.size(1), count, -1, channels}).permute({2, 0, 3, 1, 4}).unbind(0);
 }
-
-/// No autocast while it lives.
-class AutocastOff {
- public:
-  explicit AutocastOff(at::DeviceType device)
-      : device_(device), before_(at::autocast::is_autocast_enabled(device)) {
-    at::autocast::set_autocast_enabled(device_, false);
-  }
-  ~AutocastOff() { at::autocast::set_autocast_enabled(device_, before_); }
-  AutocastOff(const AutocastOff&) = delete;
-  AutocastOff& operator=(const AutocastOff&) = delete;
-
- private:
-  at::DeviceType device_;
-  bool before_;
-};
 
 }  // namespace
 
@@ -126,7 +111,8 @@ at::Tensor DistributedAttentionLayerImpl::attend_in_fp32(const at::Tensor& query
                                                          const at::Tensor& key,
                                                          const at::Tensor& value,
                                                          const at::Tensor& mask) {
-  const AutocastOff off(query.device().type());
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(
+      at::autocast::get_autocast_dispatch_key_from_device_type(query.device().type()));
   return attend(widened(query), widened(key), widened(value), mask).to(query.scalar_type());
 }
 

@@ -2,6 +2,7 @@
 #include "tools/job_folder.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <atomic>
@@ -75,6 +76,19 @@ TEST(JobFolder, OthersAreLeftAlone) {
         "smprun-link", "smprun-linked/launcher", "smprun-fifo/launcher", "smprun-file"}) {
     EXPECT_TRUE(fs::exists(parent.file(left))) << left;
   }
+}
+
+TEST(JobFolder, SaysWhyThereCanBeNone) {
+  const smp::testing::TempFolder parent;
+  rlimit before = {};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none = {0, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  const std::string error =
+      smp::testing::error_of<Error>([&] { JobFolder(parent.path(), kAdvice); });
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_NE(error.find("XXXXXX: Too many open files. Set TMPDIR"), std::string::npos) << error;
+  EXPECT_TRUE(fs::is_empty(parent.path()));
 }
 
 /// Targets of links in it are another program's.

@@ -39,33 +39,36 @@ fs::path fresh_folder(const char* name) {
   for (;;) pause();
 }
 
-TEST(Log, LinesCarryTheRankAndTheLevel) {
+/// A process reads the level once, so each is of its own.
+[[noreturn]] void log_all(const char* level) {
+  setenv("SMP_LOG_LEVEL", level, 1);
+  core::log_debug("a");
+  core::log_info("b");
   core::set_error_context("smp rank 3");
-  EXPECT_EQ(core::log_line(core::LogLevel::kInfo, "text"), "[smp rank 3] text\n");
-  EXPECT_EQ(core::log_line(core::LogLevel::kWarning, "text"), "[smp rank 3] warning: text\n");
-  core::set_error_context("");
-  EXPECT_EQ(core::log_line(core::LogLevel::kError, "text"), "[smp] error: text\n");
+  core::log_warning("c");
+  core::log_error("d\ne\x1b");
+  std::exit(0);
 }
 
-TEST(Log, LevelNames) {
-  EXPECT_EQ(core::parse_log_level("debug"), core::LogLevel::kDebug);
-  EXPECT_EQ(core::parse_log_level("warning"), core::LogLevel::kWarning);
-  EXPECT_EQ(core::parse_log_level("verbose"), std::nullopt);
+TEST(LogDeathTest, LinesCarryTheRankAndTheLevel) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(log_all("debug"), ::testing::ExitedWithCode(0),
+              "^\\[smp\\] debug: a\n\\[smp\\] b\n"
+              "\\[smp rank 3\\] warning: c\n\\[smp rank 3\\] error: d\ne\\\\x1b\n$");
 }
 
-/// A process reads the level once, so this one is of its own.
 TEST(LogDeathTest, LinesBelowTheLevelAreDropped) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto log_all = [] {
-    setenv("SMP_LOG_LEVEL", "warning", 1);
-    core::log_debug("a");
-    core::log_info("b");
-    core::log_warning("c");
-    core::log_error("d");
-    std::exit(0);
-  };
-  EXPECT_EXIT(log_all(), ::testing::ExitedWithCode(0),
-              "^\\[smp\\] warning: c\n\\[smp\\] error: d\n$");
+  EXPECT_EXIT(log_all("error"), ::testing::ExitedWithCode(0),
+              "^\\[smp rank 3\\] error: d\ne\\\\x1b\n$");
+}
+
+TEST(LogDeathTest, OtherLevelsAreReportedOnce) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(log_all("verbose"), ::testing::ExitedWithCode(0),
+              "^\\[smp\\] warning: SMP_LOG_LEVEL: expected debug, info, warning or error, got "
+              "\"verbose\"; using info.\n\\[smp\\] b\n"
+              "\\[smp rank 3\\] warning: c\n\\[smp rank 3\\] error: d\ne\\\\x1b\n$");
 }
 
 TEST(InternalAssert, SaysWhereAndAsksForAReport) {

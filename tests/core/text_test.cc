@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include "core/check.h"
-#include "core/log.h"
 #include "tests/error_of.h"
 
 namespace smp {
@@ -82,10 +81,6 @@ TEST(Messages, ErrorsHaveAnEnd) {
 TEST(Messages, AnErrorStandsInAnotherWithoutItsPrefix) {
   EXPECT_EQ(core::text_without_prefix(ConfigError("[smp] what")), "what");
   EXPECT_EQ(core::text_without_prefix(c10::Error("what", c10::Backtrace())), "what");
-}
-
-TEST(Messages, LinesOfLog) {
-  EXPECT_EQ(core::log_line(core::LogLevel::kWarning, "a\nb\x1b"), "[smp] warning: a\nb\\x1b\n");
 }
 
 }  // namespace

@@ -13,6 +13,15 @@ namespace {
 using testing::error_of;
 using Groups = std::vector<std::vector<int>>;
 
+/// The topology of ranks of which every `local_size` consecutive ones share a host.
+core::Topology in_blocks(const Config& config, int world_size, int local_size) {
+  std::vector<std::string> hosts;
+  for (int rank = 0; rank < world_size; ++rank) {
+    hosts.push_back("host" + std::to_string(rank / local_size));
+  }
+  return {config, hosts};
+}
+
 std::string digits(const core::Topology& topology, CommGroup group) {
   std::string text;
   for (int rank = 0; rank < topology.size(); ++rank) {
@@ -48,7 +57,8 @@ TEST(Topology, PlacementTable) {
   };
   for (const Row& row : kRows) {
     const Config config = Config().partitions(2).tensor_parallel_degree(2).ddp(true);
-    const core::Topology topology(Config(config).placement_strategy(row.strategy), 8, 8);
+    const core::Topology topology =
+        in_blocks(Config(config).placement_strategy(row.strategy), 8, 8);
     EXPECT_EQ(digits(topology, CommGroup::kPp), row.pp) << row.strategy;
     EXPECT_EQ(digits(topology, CommGroup::kTp), row.tp) << row.strategy;
     EXPECT_EQ(digits(topology, CommGroup::kRdp), row.rdp) << row.strategy;
@@ -60,20 +70,19 @@ TEST(Topology, PlacementTable) {
 
 TEST(Topology, WithoutTensorParallelism) {
   const Config two = Config().partitions(2).ddp(true);
-  const core::Topology spread(Config(two).placement_strategy("spread"), 8, 8);
+  const core::Topology spread = in_blocks(Config(two).placement_strategy("spread"), 8, 8);
   EXPECT_EQ(groups(spread, CommGroup::kMp), (Groups{{0, 4}, {1, 5}, {2, 6}, {3, 7}}));
   EXPECT_EQ(groups(spread, CommGroup::kDp), (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
-  const core::Topology cluster(two, 8, 8);
+  const core::Topology cluster = in_blocks(two, 8, 8);
   EXPECT_EQ(groups(cluster, CommGroup::kMp), (Groups{{0, 1}, {2, 3}, {4, 5}, {6, 7}}));
   EXPECT_EQ(groups(cluster, CommGroup::kDp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
   EXPECT_EQ(groups(cluster, CommGroup::kRdp), groups(cluster, CommGroup::kDp));
   EXPECT_EQ(groups(cluster, CommGroup::kPp), groups(cluster, CommGroup::kMp));
 
   const Config four = Config().partitions(4).ddp(true);
-  const core::Topology spread4(Config(four).placement_strategy("spread"), 8, 8);
+  const core::Topology spread4 = in_blocks(Config(four).placement_strategy("spread"), 8, 8);
   EXPECT_EQ(groups(spread4, CommGroup::kMp), (Groups{{0, 2, 4, 6}, {1, 3, 5, 7}}));
-  EXPECT_EQ(groups(core::Topology(four, 8, 8), CommGroup::kMp),
-            (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
+  EXPECT_EQ(groups(in_blocks(four, 8, 8), CommGroup::kMp), (Groups{{0, 1, 2, 3}, {4, 5, 6, 7}}));
 }
 
 // For every kind of group: the groups divide the world, have the documented sizes, and a rank
@@ -81,7 +90,7 @@ TEST(Topology, WithoutTensorParallelism) {
 TEST(Topology, GroupsDivideTheWorld) {
   const Config config = Config().partitions(3).tensor_parallel_degree(2).ddp(true);
   for (const char* strategy : {"DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}) {
-    const core::Topology topology(Config(config).placement_strategy(strategy), 24, 4);
+    const core::Topology topology = in_blocks(Config(config).placement_strategy(strategy), 24, 4);
     EXPECT_EQ(topology.pp_size(), 3);
     EXPECT_EQ(topology.tp_size(), 2);
     EXPECT_EQ(topology.rdp_size(), 4);
@@ -110,7 +119,7 @@ TEST(Topology, AxesAreTheDigitsOfThePlacement) {
   const Config config =
       Config().partitions(2).tensor_parallel_degree(3).ddp(true).sharded_data_parallel_degree(2);
   for (const std::string strategy : {"DPT", "DTP", "PDT", "PTD", "TDP", "TPD"}) {
-    const core::Topology topology(Config(config).placement_strategy(strategy), 24, 8);
+    const core::Topology topology = in_blocks(Config(config).placement_strategy(strategy), 24, 8);
     for (int rank = 0; rank < 24; ++rank) {
       int rest = rank;
       for (int i = 2; i >= 0; --i) {
@@ -124,19 +133,19 @@ TEST(Topology, AxesAreTheDigitsOfThePlacement) {
         EXPECT_EQ(topology.axes({strategy[i]}).members(rank), topology.members(group, rank));
         rest /= axis.size;
       }
-      EXPECT_EQ(topology.pieces().index_of(rank), topology.rdp_rank(rank) % 2);
+      EXPECT_EQ(topology.pieces().index_of(rank), topology.rank_in(CommGroup::kRdp, rank) % 2);
       for (const int other : topology.axes("PD").members(rank)) {
-        EXPECT_EQ(topology.tp_rank(other), topology.tp_rank(rank));
+        EXPECT_EQ(topology.rank_in(CommGroup::kTp, other), topology.rank_in(CommGroup::kTp, rank));
       }
       EXPECT_EQ(topology.axes("PD").size(), 8);
     }
   }
-  const core::Topology alike(Config().tensor_parallel_degree(2).ddp(true), 8, 8);
+  const core::Topology alike = in_blocks(Config().tensor_parallel_degree(2).ddp(true), 8, 8);
   EXPECT_EQ(alike.pieces(), alike.axis(CommGroup::kRdp));
 }
 
 TEST(Topology, OneRank) {
-  const core::Topology topology(Config(), 1, 1);
+  const core::Topology topology = in_blocks(Config(), 1, 1);
   EXPECT_EQ(topology.size(), 1);
   EXPECT_EQ(topology.dp_rank(0), 0);
   EXPECT_EQ(topology.members(CommGroup::kMp, 0), std::vector<int>{0});
@@ -144,7 +153,7 @@ TEST(Topology, OneRank) {
 
 TEST(Topology, LocalRanks) {
   const Config config = Config().partitions(2).ddp(true);
-  const core::Topology blocks(config, 6, 4);
+  const core::Topology blocks = in_blocks(config, 6, 4);
   EXPECT_EQ(blocks.local_rank(3), 3);
   EXPECT_EQ(blocks.local_rank(5), 1);
   EXPECT_EQ(blocks.local_size(0), 4);
@@ -167,65 +176,54 @@ TEST(Topology, Errors) {
   EXPECT_EQ(error_of<UsageError>([] { core::Topology::check_size(Config(), 0); }),
             "[smp] Topology: expected at least one rank, got 0.");
   EXPECT_EQ(
-      error_of<ConfigError>([] { core::Topology(Config().partitions(3), 8, 8); }),
+      error_of<ConfigError>([] { in_blocks(Config().partitions(3), 8, 8); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (8), got 3. Set it "
       "to 1, 2, 4 or 8.");
-  EXPECT_EQ(error_of<ConfigError>([] { core::Topology(Config().partitions(2), 1, 1); }),
+  EXPECT_EQ(error_of<ConfigError>([] { in_blocks(Config().partitions(2), 1, 1); }),
             "[smp] config key \"partitions\": expected a divisor of the world size (1), got 2. Set "
             "it to 1, or start 2 ranks: smprun --np 2 PROGRAM.");
   EXPECT_EQ(
       error_of<ConfigError>(
-          [] { core::Topology(Config().partitions(100000).tensor_parallel_degree(100000), 1, 1); }),
+          [] { in_blocks(Config().partitions(100000).tensor_parallel_degree(100000), 1, 1); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (1), got 100000. "
       "Set it to 1.");
   EXPECT_EQ(
-      error_of<ConfigError>([] { core::Topology(Config().tensor_parallel_degree(4), 1, 1); }),
+      error_of<ConfigError>([] { in_blocks(Config().tensor_parallel_degree(4), 1, 1); }),
       "[smp] config key \"tensor_parallel_degree\": expected a divisor of world size / partitions "
       "(1), got 4. Set it to 1, or start 4 ranks: smprun --np 4 PROGRAM.");
   EXPECT_EQ(
-      error_of<ConfigError>([] { core::Topology(Config().partitions(4), 2, 2); }),
+      error_of<ConfigError>([] { in_blocks(Config().partitions(4), 2, 2); }),
       "[smp] config key \"partitions\": expected a divisor of the world size (2), got 4. Set it "
       "to 1 or 2.");
   EXPECT_EQ(error_of<ConfigError>([] {
-              core::Topology(Config().partitions(2).tensor_parallel_degree(3).ddp(true), 8, 8);
+              in_blocks(Config().partitions(2).tensor_parallel_degree(3).ddp(true), 8, 8);
             }),
             "[smp] config key \"tensor_parallel_degree\": expected a divisor of world size / "
             "partitions (4), got 3. Set it to 1, 2 or 4.");
   EXPECT_EQ(
       error_of<ConfigError>(
-          [] { core::Topology(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
+          [] { in_blocks(Config().sharded_data_parallel_degree(3).ddp(true), 4, 4); }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
       "replicas (4), got 3. Set it to 1, 2 or 4.");
   EXPECT_EQ(
       error_of<ConfigError>([] {
-        core::Topology(Config().tensor_parallel_degree(2).sharded_data_parallel_degree(4).ddp(true),
-                       4, 4);
+        in_blocks(Config().tensor_parallel_degree(2).sharded_data_parallel_degree(4).ddp(true), 4,
+                  4);
       }),
       "[smp] config key \"sharded_data_parallel_degree\": expected a divisor of the number of "
       "replicas (2), got 4. Set it to 1 or 2.");
   EXPECT_EQ(
-      error_of<ConfigError>([] { core::Topology(Config().partitions(2), 8, 8); }),
+      error_of<ConfigError>([] { in_blocks(Config().partitions(2), 8, 8); }),
       "[smp] config key \"ddp\": expected true, because 8 ranks are 4 replicas of 2 partitions, "
       "got false. Set \"ddp\": true, or start 2 ranks.");
   EXPECT_EQ(
-      error_of<ConfigError>([] { core::Topology(Config(), 2, 2); }),
+      error_of<ConfigError>([] { in_blocks(Config(), 2, 2); }),
       "[smp] config key \"ddp\": expected true, because 2 ranks are 2 replicas of 1 partition, "
       "got false. Set \"ddp\": true, or start 1 rank.");
-  EXPECT_EQ(error_of<UsageError>([] { core::Topology(Config(), 1, 1).pp_rank(1); }),
+  EXPECT_EQ(error_of<UsageError>([] { in_blocks(Config(), 1, 1).rank_in(CommGroup::kPp, 1); }),
             "[smp] Topology: expected a rank from 0 to 0, got 1.");
-  EXPECT_EQ(error_of<UsageError>([] { core::Topology(Config(), 0, 1); }),
-            "[smp] Topology: expected a world size and a local size >= 1, got 0 and 1.");
-}
-
-TEST(Topology, Prints) {
-  const core::Topology topology(Config().partitions(2).ddp(true), {"a", "a", "b", "b"});
-  EXPECT_EQ(topology.to_string(),
-            "4 ranks, placement DPT: 2 partitions x 1 tensor-parallel x 2 replicas\n"
-            "rank  host            local  pp  tp  rdp  mp  dp\n"
-            "   0  a                   0   0   0    0   0   0\n"
-            "   1  a                   1   1   0    0   1   0\n"
-            "   2  b                   0   0   0    1   0   1\n"
-            "   3  b                   1   1   0    1   1   1\n");
+  EXPECT_EQ(error_of<UsageError>([] { in_blocks(Config(), 0, 1); }),
+            "[smp] Topology: expected at least one rank, got 0.");
 }
 
 }  // namespace

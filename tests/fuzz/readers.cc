@@ -7,8 +7,8 @@
 #include <cstring>
 
 #include "checkpoint/index.h"
+#include "checkpoint/pretrained.h"
 #include "checkpoint/safetensors.h"
-#include "checkpoint/weight_map.h"
 #include "graph/hash_log.h"
 #include "graph/serialize.h"
 #include "partitioner/cost_model.h"
@@ -72,7 +72,7 @@ void read_plan(const std::string& text) {
   partitioner::plan_from_json(example_graph(), text, 1, "text");
 }
 void read_costs(const std::string& text) { partitioner::cost_model_from_json(text, "text"); }
-void read_graph(const std::string& text) { graph::graph_from_json(text, "text"); }
+void read_graph(const std::string& text) { graph::saved_graph_from_json(text, "text"); }
 
 void read_hashes(const std::string& text) {
   const TempFolder folder;

@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/weight_map.h"
+#include "checkpoint/pretrained.h"
 #include "core/check.h"
 #include "tests/fuzz/fuzz_target.h"
 
