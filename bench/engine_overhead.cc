@@ -55,29 +55,30 @@ void measure(int ranks, bool interleaved) {
   partitioner::Plan plan;
   plan.rank_of_stage = ranks == 1 ? std::vector<int>{0, 0} : std::vector<int>{0, 1};
   plan.stage_of_root = {1};
-  const auto edges = pipeline::stage_edges({edge()});
+  const std::vector<pipeline::Edge> edges = {edge()};
+  const auto stage_edges = pipeline::stage_edges(edges);
   const auto options = pipeline::ScheduleOptions(kStages, kMicrobatches)
                            .ranks(ranks)
                            .rank_of_stage(plan.rank_of_stage)
-                           .edges(edges)
+                           .edges(stage_edges)
                            .active_microbatches(kStages);
   const auto schedule = pipeline::lower(
-      interleaved ? pipeline::interleaved(options) : pipeline::simple(options), edges);
+      interleaved ? pipeline::interleaved(options) : pipeline::simple(options), stage_edges);
   std::vector<double> times;
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const auto pool = std::make_shared<comm::ChannelPool>(world);
-    pipeline::Executor executor(schedule, graph, {edge()}, pool, /*ahead=*/2);
+    const pipeline::PartitionedGraph partitioned(graph, plan, edges);
+    pipeline::Executor executor(schedule, graph, edges, pool, /*ahead=*/2);
     const graph::TensorTable table;
     pipeline::GradientSums gradients;
     for (int stage = 0; stage < kStages; ++stage) {
       if (plan.rank_of_stage[stage] != world->rank()) continue;
-      executor.add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor.edges(), stage,
-                                                           kMicrobatches, table));
+      executor.add_stage(
+          std::make_unique<pipeline::Stage>(partitioned, stage, kMicrobatches, table));
     }
     pipeline::Executor::Step step;
-    step.inputs.assign(kMicrobatches, {at::zeros({16}), at::zeros({16})});
-    step.keys.resize(kMicrobatches);
-    step.gradients = &gradients;
+    step.microbatches.assign(kMicrobatches, {{at::zeros({16}), at::zeros({16})}, {}, {}, {}});
+    executor.set_gradients(&gradients);
     for (int i = 0; i < kSteps; ++i) {
       world->barrier();
       const auto start = std::chrono::steady_clock::now();

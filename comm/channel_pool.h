@@ -8,7 +8,6 @@
 
 #include "comm/channel.h"
 #include "comm/communicator.h"
-#include "comm/process_end.h"
 
 namespace smp::comm {
 
@@ -54,7 +53,7 @@ class ChannelPool {
 
   CommunicatorPtr group_;
   PortsByTag outgoing_, incoming_;
-  const AtWorldEnd end_{[this] { close(); }};
+  const AtWorldEnd end_{*group_, [this] { close(); }};
 };
 
 }  // namespace smp::comm

@@ -8,6 +8,7 @@
 #include "comm/collectives.h"
 #include "comm/group.h"
 #include "comm/messages.h"
+#include "comm/world_end.h"
 
 namespace smp::comm {
 
@@ -40,6 +41,9 @@ class Communicator : public Group,
   /// it. All ranks set the same.
   virtual void set_device_transport(const DeviceTransport& transport) = 0;
   virtual DeviceTransport device_transport() const = 0;
+
+  /// Lets go of devices when the world ends.
+  virtual const std::shared_ptr<WorldEnd>& world_end() const = 0;
 };
 
 using CommunicatorPtr = std::shared_ptr<Communicator>;

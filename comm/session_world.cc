@@ -75,4 +75,9 @@ SessionWorld SessionWorld::meet(int64_t communicator, milliseconds timeout,
   return SessionWorld(open_store_world(store, ranks.rank, size, MeetingTime(timeout), "world"));
 }
 
+void SessionWorld::finish() {
+  world_.world->world_end()->let_go();
+  finish_store_world(world_);
+}
+
 }  // namespace smp::comm

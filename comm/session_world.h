@@ -32,9 +32,10 @@ class SessionWorld {
   /// The host name of each rank.
   const std::vector<std::string>& hosts() const { return world_.hosts; }
 
-  /// Ends it. Collective: waits until all ranks have called it; throws the `CommError` of which
-  /// final_barrier tells. Returns at once when a rank has aborted.
-  void finish() { finish_store_world(world_); }
+  /// Ends it, and what has objects of devices there. Collective: waits until all ranks have called
+  /// it; throws the `CommError` of which final_barrier tells. Returns at once when a rank has
+  /// aborted.
+  void finish();
 
  private:
   explicit SessionWorld(StoreWorld world) : world_(std::move(world)) {}

@@ -150,7 +150,8 @@ bool Sharding::is_on(int rank, size_t count) const {
 
 std::optional<Sharding> Sharding::along(const core::Axis& axis) const {
   for (size_t i = 0; i < cuts.size(); ++i) {
-    if (cuts[i].over == axis) return Sharding{sizes_of(/*rank=*/0, i), order, {cuts[i]}};
+    const bool divides = !std::holds_alternative<Owner>(cuts[i].how);
+    if (divides && cuts[i].over == axis) return Sharding{sizes_of(/*rank=*/0, i), order, {cuts[i]}};
   }
   return std::nullopt;
 }

@@ -71,8 +71,18 @@ struct Sharding {
   /// Whether a rank has something after the first cuts: no other one owns it.
   bool is_on(int rank, size_t count) const;
   bool is_on(int rank) const { return is_on(rank, cuts.size()); }
-  /// How the ranks along an axis divide what each would have without their cut; none: they do not.
+  /// How the ranks along an axis divide what each would have without their cut; none: they do not,
+  /// as where one owns it.
   std::optional<Sharding> along(const core::Axis& axis) const;
+  /// Without the cuts of other kinds than these.
+  template <class... Hows>
+  Sharding only() const {
+    Sharding result{sizes, order, {}};
+    for (const Cut& cut : cuts) {
+      if ((std::holds_alternative<Hows>(cut.how) || ...)) result.cuts.push_back(cut);
+    }
+    return result;
+  }
   /// Throws where a block is not a multiple of its ranks, blocks are not the whole dimension or no
   /// rank has the owner's position, so that elements would be lost, and where a cut follows a
   /// range.

@@ -31,6 +31,7 @@ struct GroupState {
   std::atomic<int64_t> timeout_ms{300'000};
   std::atomic<bool> check_collectives{false};  ///< See Communicator::check_collectives.
   DeviceTransport device_transport;            ///< See Communicator::set_device_transport.
+  std::shared_ptr<WorldEnd> world_end = std::make_shared<WorldEnd>();
 
   std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms.load()); }
 

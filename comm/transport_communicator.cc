@@ -13,6 +13,7 @@
 #include "comm/rounds.h"
 #include "comm/shm/connect.h"
 #include "core/check.h"
+#include "core/refusal.h"
 
 namespace smp::comm {
 namespace {
@@ -34,8 +35,8 @@ std::vector<int> ranks_of(const std::string& bytes) {
   return ranks;
 }
 
-// The error in the members that `rank` passes to split(); empty when nothing is.
-std::string problem_of(const std::vector<int>& members, int rank, int size) {
+// Why the members that `rank` passes to split() make no group.
+core::Refusal why_no_group(const std::vector<int>& members, int rank, int size) {
   if (std::adjacent_find(members.begin(), members.end(), std::greater_equal<int>()) !=
       members.end()) {
     return "they must ascend";
@@ -46,7 +47,7 @@ std::string problem_of(const std::vector<int>& members, int rank, int size) {
   if (members.front() < 0 || members.back() >= size) {
     return c10::str("they must lie in 0 to ", size - 1);
   }
-  return "";
+  return std::nullopt;
 }
 
 Collective checked(const Collective& call, const GroupState& group) {
@@ -250,16 +251,17 @@ CommunicatorPtr TransportCommunicator::split(const std::vector<int>& members,
   group->timeout_ms = group_->timeout_ms.load();
   group->check_collectives = group_->check_collectives.load();
   group->device_transport = group_->device_transport;
+  group->world_end = group_->world_end;
   return std::make_shared<TransportCommunicator>(transport_, std::move(group));
 }
 
 // Every rank looks at all lists, so that either all ranks throw or all go on to make the context
 // together. An invalid list is told to the others as an empty one.
 void TransportCommunicator::check_members(const std::vector<int>& members) {
-  const std::string problem = problem_of(members, rank(), size());
-  const auto lists = all_gather_bytes(*this, problem.empty() ? bytes_of(members) : "");
-  SMP_CHECK_WITH(UsageError, problem.empty(), "split of group '", name(), "' into ranks ",
-                 join(members), ": ", problem, ".");
+  const core::Refusal refusal = why_no_group(members, rank(), size());
+  const auto lists = all_gather_bytes(*this, refusal ? "" : bytes_of(members));
+  SMP_CHECK_WITH(UsageError, !refusal, "split of group '", name(), "' into ranks ", join(members),
+                 ": ", *refusal, ".");
   for (int one = 0; one < size(); ++one) {
     SMP_CHECK_WITH(UsageError, !lists[one].empty(), "split of group '", name(), "': rank ", one,
                    " passes a list of ranks that is refused there; its error says why.");

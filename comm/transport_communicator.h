@@ -60,6 +60,7 @@ class TransportCommunicator final : public Communicator {
     group_->device_transport = transport;
   }
   DeviceTransport device_transport() const override { return group_->device_transport; }
+  const std::shared_ptr<WorldEnd>& world_end() const override { return group_->world_end; }
   void abort(const std::string& reason) noexcept override;
   std::string abort_text() const override { return transport_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override;

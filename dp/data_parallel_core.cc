@@ -165,7 +165,7 @@ void DataParallelCore::leave_join() {
 }
 
 void DataParallelCore::take_model_of(int root) {
-  broadcast_in_pieces(tensors_of(module_->named_parameters()), group_, root);
+  broadcast_in_chunks(tensors_of(module_->named_parameters()), group_, root);
   buffers_->run(root);
 }
 

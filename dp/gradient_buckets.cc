@@ -65,27 +65,27 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
                              sizes_of(options, group->size())),
           nullptr) {}
 
-GradientBuckets::GradientBuckets(std::shared_ptr<ParameterSlices> slices,
+GradientBuckets::GradientBuckets(std::shared_ptr<ParameterPieces> pieces,
                                  const BucketOptions& options)
-    : GradientBuckets(slices->parameters(), slices->names(), slices->group(), options,
-                      slices->layout(), slices) {}
+    : GradientBuckets(pieces->parameters(), pieces->names(), pieces->group(), options,
+                      pieces->layout(), pieces) {}
 
 GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
                                  std::vector<std::string> names, comm::CommunicatorPtr group,
                                  const BucketOptions& options, BucketLayout layout,
-                                 std::shared_ptr<ParameterSlices> slices)
+                                 std::shared_ptr<ParameterPieces> pieces)
     : WholeGradients(
           layout.members, std::move(names), std::move(group), options,
           {[this](size_t bucket) { return start(bucket); }, "replicas reduced gradient", "",
-           /*awaits_all=*/false, most_under_way(options.microbatches, slices != nullptr)}),
+           /*awaits_all=*/false, most_under_way(options.microbatches, pieces != nullptr)}),
       parameters_(parameters),
       options_(options),
       layout_(std::move(layout)),
-      slices_(std::move(slices)) {
+      pieces_(std::move(pieces)) {
   for (int shard = 0; shard < shards(); ++shard) {
     memory_.push_back(
         {std::vector<at::Tensor>(layout_.size()), std::vector<at::Tensor>(parameters_.size())});
-    for (size_t bucket = 0; slices_ == nullptr && bucket < layout_.size(); ++bucket) {
+    for (size_t bucket = 0; pieces_ == nullptr && bucket < layout_.size(); ++bucket) {
       allocate(shard, bucket);
     }
   }
@@ -93,7 +93,7 @@ GradientBuckets::GradientBuckets(const std::vector<at::Tensor>& parameters,
 
 void GradientBuckets::set_microbatches(int count, double divisor) {
   StepGradients::set_microbatches(count, divisor);
-  queue_.set_most_under_way(most_under_way(count, slices_ != nullptr));
+  queue_.set_most_under_way(most_under_way(count, pieces_ != nullptr));
 }
 
 void GradientBuckets::allocate(int shard, size_t bucket) {
@@ -105,7 +105,7 @@ void GradientBuckets::allocate(int shard, size_t bucket) {
 }
 
 void GradientBuckets::set_hook(CommHook hook, Group replicas) {
-  SMP_INTERNAL_ASSERT(slices_ == nullptr && shards() == 1, "a hook reduces whole buckets");
+  SMP_INTERNAL_ASSERT(pieces_ == nullptr && shards() == 1, "a hook reduces whole buckets");
   hook_ = std::move(hook);
   hook_group_ = std::move(replicas);
   set_reduces_to_means();
@@ -125,8 +125,8 @@ GradBucket GradientBuckets::grad_bucket(size_t bucket) const {
 /// The gradient of a parameter in this replica's part of its bucket. No view to autograd.
 at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
   const at::AutoDispatchBelowADInplaceOrView no_view;
-  const auto [offset, length] = slices_->range(index);
-  const int64_t first = offset - slices_->group()->rank() * length;
+  const auto [offset, length] = pieces_->range(index);
+  const int64_t first = offset - pieces_->group()->rank() * length;
   return part.slice(0, std::clamp<int64_t>(first, 0, length),
                     std::clamp<int64_t>(first + parameters_[index].numel(), 0, length));
 }
@@ -163,7 +163,7 @@ std::vector<at::Tensor> GradientBuckets::take_sums(size_t bucket) {
       if (!has_sum(shard, i)) claimed(shard, i).zero_();
     }
     sums.push_back(memory_[shard].buckets[bucket]);
-    if (slices_ == nullptr) continue;
+    if (pieces_ == nullptr) continue;
     memory_[shard].buckets[bucket].reset();
     for (size_t i : layout_.members[bucket]) memory_[shard].slices[i].reset();
   }
@@ -176,12 +176,12 @@ WorkPtr GradientBuckets::start(size_t bucket) {
   if (hook_) return hook_(grad_bucket(bucket));
   const int64_t numel = layout_.numel[bucket];
   const int replicas = replicas_->size();
-  if (shards() == 1 && slices_ == nullptr) {
+  if (shards() == 1 && pieces_ == nullptr) {
     return launch(bucket, sums, [sum = sums[0]](comm::TaskCollectives& group) {
       group.all_reduce(as_real(sum));
     });
   }
-  if (slices_ == nullptr) {
+  if (pieces_ == nullptr) {
     // The first shard's memory takes the result.
     const at::Tensor part =
         sums[0].narrow(0, replicas_->rank() * (numel / replicas), numel / replicas);
@@ -205,7 +205,7 @@ WorkPtr GradientBuckets::start(size_t bucket) {
 /// A parameter's sum, or this replica's piece of it.
 StepGradients::Reduced GradientBuckets::reduced(size_t index) {
   const at::ScalarType type = parameters_[index].scalar_type();
-  if (slices_) {
+  if (pieces_) {
     return {piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true};
   }
   // The value added to `.grad` may lie in the bucket, too.
@@ -214,7 +214,7 @@ StepGradients::Reduced GradientBuckets::reduced(size_t index) {
 }
 
 void GradientBuckets::publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) {
-  slices_ ? slices_->add_gradient(index, mean) : add_to_grad(parameters_[index], mean, updates);
+  pieces_ ? pieces_->add_gradient(index, mean) : add_to_grad(parameters_[index], mean, updates);
 }
 
 }  // namespace smp::dp

@@ -11,7 +11,7 @@
 
 #include "comm/communicator.h"
 #include "dp/bucket_layout.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "dp/step_gradients.h"
 #include "smp/comm_hooks.h"
 
@@ -28,7 +28,7 @@ struct BucketOptions : StepGradientOptions {
   bool same_sums(const BucketOptions& other) const;
 };
 
-/// The gradients of parameters that each replica holds whole. Without `ParameterSlices` buckets
+/// The gradients of parameters that each replica holds whole. Without `ParameterPieces` buckets
 /// have memory all the time, and all replicas get all of the sums. With them a replica gets its
 /// pieces of the sums, of the same bits, as gradients of the pieces, and a bucket has memory from
 /// its first gradient until it is reduced; with one microbatch, at most one is being reduced while
@@ -41,10 +41,10 @@ class GradientBuckets final : public WholeGradients {
   GradientBuckets(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, const BucketOptions& options);
   /// For parameters that are divided among the replicas; `bucket_bytes` is theirs.
-  GradientBuckets(std::shared_ptr<ParameterSlices> slices, const BucketOptions& options);
+  GradientBuckets(std::shared_ptr<ParameterPieces> pieces, const BucketOptions& options);
 
   /// Reduces buckets by `hook`, which divides, too, over `replicas`. Before the first step; not
-  /// with `ParameterSlices`, and with one gradient shard on a replica.
+  /// with `ParameterPieces`, and with one gradient shard on a replica.
   void set_hook(CommHook hook, Group replicas);
 
   void set_microbatches(int count, double divisor) override;
@@ -53,7 +53,7 @@ class GradientBuckets final : public WholeGradients {
  private:
   GradientBuckets(const std::vector<at::Tensor>& parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, const BucketOptions& options, BucketLayout layout,
-                  std::shared_ptr<ParameterSlices> slices);
+                  std::shared_ptr<ParameterPieces> pieces);
   void accumulate(int shard, size_t index, at::Tensor gradient, bool first,
                   core::TensorUpdates& updates) override;
   Reduced reduced(size_t index) override;
@@ -69,7 +69,7 @@ class GradientBuckets final : public WholeGradients {
   const std::vector<at::Tensor> parameters_;
   const BucketOptions options_;
   const BucketLayout layout_;
-  const std::shared_ptr<ParameterSlices> slices_;  // null: every replica gets all of the sums
+  const std::shared_ptr<ParameterPieces> pieces_;  // null: every replica gets all of the sums
   std::vector<BucketMemory> memory_;               // memory of each local shard
   CommHook hook_;                                  // null: buckets are summed
   std::optional<Group> hook_group_;

@@ -78,19 +78,19 @@ void TensorBroadcast::run(int root) {
   for (size_t i = 0; !is_root && i < tensors_.size(); ++i) tensors_[i].copy_(places_[i]);
 }
 
-void broadcast_in_pieces(std::vector<at::Tensor> tensors, const comm::CommunicatorPtr& group,
+void broadcast_in_chunks(std::vector<at::Tensor> tensors, const comm::CommunicatorPtr& group,
                          int root) {
-  constexpr size_t kPiece = 64 << 20;
-  std::vector<at::Tensor> piece;
+  constexpr size_t kChunkBytes = 64 << 20;
+  std::vector<at::Tensor> chunk;
   size_t bytes = 0;
   const auto send = [&] {
-    TensorBroadcast(std::exchange(piece, {}), group).run(root);
+    TensorBroadcast(std::exchange(chunk, {}), group).run(root);
     bytes = 0;
   };
   for (at::Tensor& tensor : tensors) {
     bytes += tensor.nbytes();
-    piece.push_back(std::move(tensor));
-    if (bytes >= kPiece) send();
+    chunk.push_back(std::move(tensor));
+    if (bytes >= kChunkBytes) send();
   }
   send();
 }

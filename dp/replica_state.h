@@ -38,8 +38,8 @@ class TensorBroadcast {
   std::vector<at::Tensor> places_;  // part of the message of each tensor
 };
 
-/// The same once, in pieces, so that no second copy of a large model is made.
-void broadcast_in_pieces(std::vector<at::Tensor> tensors, const comm::CommunicatorPtr& group,
+/// The same once, in chunks, so that no second copy of a large model is made.
+void broadcast_in_chunks(std::vector<at::Tensor> tensors, const comm::CommunicatorPtr& group,
                          int root);
 
 }  // namespace smp::dp

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace smp::dp {
@@ -43,15 +42,15 @@ ShardedGradients::ShardedGradients(std::shared_ptr<ShardedParameters> parameters
     int64_t& numel = layout_.numel.emplace_back(0);
     for (size_t i : members) {
       layout_.slots[i] = {bucket, numel};
-      numel += piece_numel(i);
+      numel += range(i).length;
     }
   }
 }
 
-/// How much of a parameter's gradient a rank reduces.
-int64_t ShardedGradients::piece_numel(size_t index) const {
-  const int parts = replication_group_->size();
-  return (parameters_->range(index).length + parts - 1) / parts;
+/// How the ranks with the same shard of a parameter divide the sum of its gradients.
+comm::Range ShardedGradients::range(size_t index) const {
+  const int ranks = replication_group_->size();
+  return {0, (parameters_->range(index).length + ranks - 1) / ranks};
 }
 
 /// Zeros at first.
@@ -67,16 +66,15 @@ void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, 
                                   core::TensorUpdates& updates) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& sums = this->sums(bucket);
-  const int64_t most = piece_numel(index);
-  const int degree = parameters_->group()->size();
+  const auto [shards, same_shard] =
+      core::Axis{1, replicas_->size()}.split(parameters_->group()->size());
   const at::Tensor flat = parameters_->flat(gradient, index);
   for (int rank = 0; rank < replicas_->size(); ++rank) {
-    const auto [from, to] = parameters_->owned(index, rank % degree);
-    const int64_t begin = std::min(to, from + rank / degree * most);
-    const int64_t numel = std::min(to, begin + most) - begin;
-    if (numel == 0) continue;
-    const at::Tensor sum = sums[rank][shard].narrow(0, offset, numel);
-    const at::Tensor piece = flat.narrow(0, begin, numel);
+    const auto [from, to] = parameters_->owned(index, shards.index_of(rank));
+    const auto [begin, end] = range(index).of(same_shard.index_of(rank), to - from);
+    if (begin == end) continue;
+    const at::Tensor sum = sums[rank][shard].narrow(0, offset, end - begin);
+    const at::Tensor piece = flat.slice(0, from + begin, from + end);
     first ? updates.copy(sum, piece) : updates.add(sum, piece);
   }
 }
@@ -111,7 +109,7 @@ WorkPtr ShardedGradients::start(size_t bucket) {
 StepGradients::Reduced ShardedGradients::reduced(size_t index) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& shard = parameters_->shard(index);
-  const at::Tensor sum = sums_[bucket].narrow(1, offset, piece_numel(index)).reshape({-1});
+  const at::Tensor sum = sums_[bucket].narrow(1, offset, range(index).length).reshape({-1});
   return {sum.narrow(0, 0, shard.numel()), shard.scalar_type(), /*overwrites=*/false};
 }
 

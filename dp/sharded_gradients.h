@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/sharding.h"
 #include "dp/bucket_layout.h"
 #include "dp/sharded_parameters.h"
 #include "dp/step_gradients.h"
@@ -42,7 +43,7 @@ class ShardedGradients final : public StepGradients {
   Reduced reduced(size_t index) override;
   void publish(size_t index, const at::Tensor& mean, core::TensorUpdates& updates) override;
 
-  int64_t piece_numel(size_t index) const;
+  comm::Range range(size_t index) const;
   at::Tensor& sums(size_t bucket);
   WorkPtr start(size_t bucket);
 

@@ -60,7 +60,7 @@ size_t ShardedParameters::add(const at::Tensor& parameter, const std::string& na
   entry.shard.set_requires_grad(parameter.requires_grad());
   free_data(parameter);
   entries_.push_back(std::move(entry));
-  return ParameterSlices::add(parameter, name, entries_.back().shard);
+  return ParameterPieces::add(parameter, name, entries_.back().shard);
 }
 
 void ShardedParameters::gather(size_t index) {

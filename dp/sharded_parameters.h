@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 
 namespace smp::dp {
 
@@ -19,14 +19,14 @@ namespace smp::dp {
 /// and storage stay, so code that holds it or a view of it reads the gathered values.
 ///
 /// A shard is a run of the parameter's memory, the r-th of equal length for rank r, where the last
-/// ones may be shorter or empty. Shards are the *pieces* of `ParameterSlices`, with memory of their
+/// ones may be shorter or empty. Shards are the *pieces* of `ParameterPieces`, with memory of their
 /// own and a bucket for each parameter.
 ///
 /// Belongs to one thread at a time. All ranks add the same parameters in the same order; collective
 /// methods are called in the same order on all.
-class ShardedParameters final : public ParameterSlices {
+class ShardedParameters final : public ParameterPieces {
  public:
-  explicit ShardedParameters(comm::CommunicatorPtr group) : ParameterSlices(std::move(group)) {}
+  explicit ShardedParameters(comm::CommunicatorPtr group) : ParameterPieces(std::move(group)) {}
 
   /// Whether it can be divided: it is dense, and lies alone on its storage, as far as can be seen
   /// from it.

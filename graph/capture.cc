@@ -250,7 +250,7 @@ std::vector<at::Tensor> Capture::run_leaf_on_data(const LeafCall& leaf, const Op
   placeholder_history().tensor_pre_hooks().clear();  // a leaf may have hooks on its inputs
   std::vector<at::Tensor> results = torch::jit::pop(stack).toTensorVector();
   for (const at::Tensor& parameter : undeclared_parameters(leaf, entered, results)) {
-    const auto* entry = options_.table->find(parameter);
+    const auto* entry = options_.tensors().find(parameter);
     if (entry == nullptr) continue;
     location_.refuse("leaf module \"" + leaf.module + "\" uses parameter \"" + entry->name +
                          "\", which is not its own",

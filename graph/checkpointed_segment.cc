@@ -92,28 +92,27 @@ core::Refusal why_not_repeatable(const Graph& graph,
   return std::nullopt;
 }
 
-void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions) {
-  const auto differentiated = differentiated_ranges(graph);
+void check_repeatable(const GraphFacts& facts, const std::vector<std::vector<int>>& regions) {
   for (const std::vector<int>& region : regions) {
-    const core::Refusal refusal = why_not_repeatable(graph, differentiated, region);
+    const core::Refusal refusal = why_not_repeatable(facts.graph, facts.differentiated, region);
     SMP_CHECK_WITH(UsageError, !refusal, "activation checkpointing: operators ", region.front(),
-                   " to ", region.back(), ", in module \"", graph.operators[region.front()].scope,
+                   " to ", region.back(), ", in module \"",
+                   facts.graph.operators[region.front()].scope,
                    "\", cannot run again in the backward "
                    "pass: ",
                    *refusal, ". Leave the module out");
   }
 }
 
-CheckpointedSegment::CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
+CheckpointedSegment::CheckpointedSegment(const GraphFacts& facts, const std::vector<int>& operators,
                                          const std::vector<ValueId>& keep,
                                          const std::vector<int>& region_of_operator)
-    : graph_(graph), program_(std::make_shared<SegmentProgram>(graph, operators, keep)) {
-  if (!graph.trains()) return;
+    : graph_(facts.graph), program_(std::make_shared<SegmentProgram>(facts, operators, keep)) {
+  if (!graph_.trains()) return;
   const auto regions = find_regions(operators, region_of_operator);
   if (regions.empty()) return;
-  check_repeatable(graph, regions);
-  const AliasAnalysis aliases(graph);
-  for (const auto& region : regions) add_region(operators, region, aliases);
+  check_repeatable(facts, regions);
+  for (const auto& region : regions) add_region(operators, region, facts.aliases);
   find_kept_by_others(operators);
 }
 

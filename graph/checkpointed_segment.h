@@ -42,7 +42,7 @@ core::Refusal why_not_repeatable(const Graph& graph,
                                  const std::vector<DifferentiatedRange>& differentiated,
                                  const std::vector<int>& region);
 /// Throws `UsageError` unless each of some regions can.
-void check_repeatable(const Graph& graph, const std::vector<std::vector<int>>& regions);
+void check_repeatable(const GraphFacts& facts, const std::vector<std::vector<int>>& regions);
 
 /// A `Segment` some of whose operators, the *regions*, run a second time in the backward pass
 /// instead of keeping until then the tensors that autograd saves.
@@ -65,7 +65,7 @@ class CheckpointedSegment {
   /// Takes the arguments of `Segment`; `region_of_operator` as for `find_regions`. Throws
   /// `UsageError` for a region that is not repeatable. Without regions, and for a graph that does
   /// not train, it is a plain `Segment`.
-  CheckpointedSegment(const Graph& graph, const std::vector<int>& operators,
+  CheckpointedSegment(const GraphFacts& facts, const std::vector<int>& operators,
                       const std::vector<ValueId>& keep,
                       const std::vector<int>& region_of_operator = {});
 

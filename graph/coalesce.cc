@@ -159,7 +159,7 @@ class Coalescer {
     op.arguments[0].values = {whole};
     op.arguments[1].constant = size;
     op.arguments[2].constant = static_cast<int64_t>(axis);
-    op.mode = mode_of_split(value, reader);
+    op.mode = mode_before(one_, value, reader);
     if (reader != nullptr) op.scope = reader->scope;
     op.first_result = static_cast<ValueId>(graph().values.size());
     TensorMeta meta = graph().values[whole].meta;
@@ -173,18 +173,6 @@ class Coalescer {
     const std::vector<ValueId> parts(op.results.begin(), op.results.end());
     graph().operators.push_back(std::move(op));
     return parts;
-  }
-
-  /// That of the reader, since it belongs to it, but with a history even if this reader needs none.
-  ExecutionMode mode_of_split(ValueId value, const Operator* reader) const {
-    const int producer = one_.values[value].producer;
-    ExecutionMode made;
-    if (producer >= 0) made = one_.operators[producer].mode;
-    ExecutionMode mode = reader == nullptr ? made : reader->mode;
-    mode.inference = made.inference;
-    mode.grad = !made.inference;
-    mode.below_autograd = mode.below_views = false;
-    return mode;
   }
 
   void add_ends() {

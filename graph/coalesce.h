@@ -1,11 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "graph/batch_axis.h"
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/refusal.h"
 #include "graph/graph.h"
 #include "graph/graph_map.h"
 
 namespace smp::graph {
+
+/// The axis of a value that has none.
+constexpr int kNoAxis = -1;
+
+/// How an operator may be run for several microbatches at once.
+enum class BatchRole : uint8_t {
+  kShared,  ///< once: it depends on nothing that differs between microbatches
+  kWhole,   ///< once, on all samples: it treats them independently of each other
+  kPart,    ///< for each microbatch on its own: nothing is known, or it works across samples
+};
+
+/// The effect of a graph's operators on the batch.
+struct BatchAxes {
+  core::Refusal refusal;        ///< why microbatches cannot be run together at all
+  std::vector<BatchRole> role;  ///< role of each operator
+  /// The axis of each value along which microbatches follow each other, `kNoAxis` for those that
+  /// are the same for all or exist for each on its own.
+  std::vector<int> axis;
+};
 
 /// A graph that does the same to the samples of several microbatches at once as another one does to
 /// each microbatch.
@@ -19,7 +42,8 @@ struct Coalesced {
 };
 
 /// Builds the coalesced graph. `one` and `many` are captures of one function, on a microbatch and
-/// on the samples of `factor` of them; `axes` is the result of `find_batch_axes` (no refusal).
+/// on the samples of `factor` of them; `axes` is the result of `nn::rewrite::find_batch_axes` (no
+/// refusal).
 ///
 /// Operators of role `kWhole` and `kShared` run once, on `many`'s sizes and `one`'s numbers; where
 /// one of role `kPart` reads their results, an `aten::split` cuts it into microbatches, whose

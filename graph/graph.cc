@@ -102,21 +102,8 @@ bool TensorMeta::operator==(const TensorMeta& other) const {
 }
 
 const char* to_string(ValueKind kind) {
-  switch (kind) {
-    case ValueKind::kInput:
-      return "input";
-    case ValueKind::kParameter:
-      return "parameter";
-    case ValueKind::kBuffer:
-      return "buffer";
-    case ValueKind::kConstant:
-      return "constant";
-    case ValueKind::kLiteral:
-      return "literal";
-    case ValueKind::kResult:
-      return "result";
-  }
-  return "?";
+  constexpr const char* names[] = {"input", "parameter", "buffer", "constant", "literal", "result"};
+  return names[static_cast<size_t>(kind)];
 }
 
 ExecutionMode ExecutionMode::current() {

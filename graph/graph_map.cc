@@ -117,4 +117,14 @@ GraphMap compose(const GraphMap& first, const GraphMap& second) {
   return result;
 }
 
+ExecutionMode mode_before(const Graph& graph, ValueId value, const Operator* reader) {
+  const int producer = graph.values[value].producer;
+  const ExecutionMode made = producer < 0 ? ExecutionMode() : graph.operators[producer].mode;
+  ExecutionMode mode = reader == nullptr ? made : reader->mode;
+  mode.inference = made.inference;
+  mode.grad = !made.inference;
+  mode.below_autograd = mode.below_views = false;
+  return mode;
+}
+
 }  // namespace smp::graph

@@ -64,4 +64,9 @@ struct GraphMap {
 /// coalesce microbatches.
 GraphMap compose(const GraphMap& first, const GraphMap& second);
 
+/// The mode of an operator that a pass puts between a value and the operator that reads it (null:
+/// the end of the graph): that of the reader, since it belongs to it, but with a history even if
+/// this reader needs none.
+ExecutionMode mode_before(const Graph& graph, ValueId value, const Operator* reader);
+
 }  // namespace smp::graph

@@ -8,10 +8,11 @@
 
 namespace smp::graph {
 
-LateWrites::LateWrites(const Graph& graph) : sets_(graph.alias_sets) {
+LateWrites::LateWrites(const Graph& graph) {
   const bool any = std::any_of(graph.operators.begin(), graph.operators.end(),
                                [](const Operator& op) { return op.mode.after_backward > 0; });
   if (!any) return;
+  sets_.resize(graph.alias_sets);
   for (const Operator& op : graph.operators) {
     if (!records_history(graph, op)) continue;
     const auto save = [&](ValueId id) {
@@ -29,6 +30,7 @@ LateWrites::LateWrites(const Graph& graph) : sets_(graph.alias_sets) {
 
 std::vector<int> LateWrites::moved_by(const Operator& op) {
   std::vector<int> moved;
+  if (sets_.empty()) return moved;
   const int now = op.mode.after_backward;
   for (int alias_set : op.writes) {
     Set& set = sets_[alias_set];

@@ -26,7 +26,7 @@ class LateWrites {
                                    // may save it
     int moved_after = 0;           // how many before it moved last
   };
-  std::vector<Set> sets_;
+  std::vector<Set> sets_;  // empty: no operator comes after a backward
 };
 
 constexpr int kNeverSeparated = std::numeric_limits<int>::max();

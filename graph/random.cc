@@ -8,7 +8,6 @@
 
 #include "graph/devices.h"
 #include "graph/generator_scope.h"
-#include "graph/intercept.h"
 
 namespace smp::graph {
 namespace {
@@ -90,26 +89,5 @@ void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
   const GeneratorScope scope(std::move(own));
   op.callBoxed(stack);
 }
-
-class KeyedRandomScope::Impl : public OperatorInterceptor {
- public:
-  explicit Impl(const RandomKey& key) : key_(key), scope_(*this) {}
-
-  void call(const c10::OperatorHandle& op, torch::jit::Stack& stack) override {
-    if (is_random(op)) {
-      call_seeded(op, stack, stream_seed(key_, ordinal_++));
-    } else {
-      op.callBoxed(stack);
-    }
-  }
-
- private:
-  RandomKey key_;
-  uint64_t ordinal_ = 0;
-  InterceptScope scope_;
-};
-
-KeyedRandomScope::KeyedRandomScope(const RandomKey& key) : impl_(std::make_unique<Impl>(key)) {}
-KeyedRandomScope::~KeyedRandomScope() = default;
 
 }  // namespace smp::graph

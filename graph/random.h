@@ -49,18 +49,4 @@ at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& s
 void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                      const at::Tensor& state);
 
-/// While it lives, random operators that this thread calls in plain eager code draw from `key`'s
-/// streams, as they would inside a step: the oracle that a single process is compared with.
-class KeyedRandomScope {
- public:
-  explicit KeyedRandomScope(const RandomKey& key);
-  ~KeyedRandomScope();
-  KeyedRandomScope(const KeyedRandomScope&) = delete;
-  KeyedRandomScope& operator=(const KeyedRandomScope&) = delete;
-
- private:
-  class Impl;
-  std::unique_ptr<Impl> impl_;
-};
-
 }  // namespace smp::graph

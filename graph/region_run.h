@@ -58,9 +58,9 @@ class RegionInput {
 struct SegmentProgram {
   using Overrides = std::vector<ConstantOverride>;
 
-  SegmentProgram(const Graph& graph, const std::vector<int>& operators,
+  SegmentProgram(const GraphFacts& facts, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep)
-      : values(graph.values.size()), segment(graph, operators, keep) {}
+      : values(facts.graph.values.size()), segment(facts, operators, keep) {}
 
   /// Uses other constants from now on.
   void apply(const Graph& graph, const Overrides& changes);

@@ -18,7 +18,6 @@
 
 #include "core/check.h"
 #include "core/node.h"
-#include "graph/autocast.h"
 #include "graph/autograd_entry.h"
 #include "graph/device_graph.h"
 #include "graph/devices.h"
@@ -181,21 +180,20 @@ class CastCacheScope {
   const bool alone_;
 };
 
-Segment::Segment(const Graph& graph, const std::vector<int>& operators,
+Segment::Segment(const GraphFacts& facts, const std::vector<int>& operators,
                  const std::vector<ValueId>& keep) {
-  const std::vector<int> autocast = autocast_scopes(graph);
-  const std::vector<std::vector<ValueId>> weights = weights_to_cast(graph);
-  LateWrites late(graph);
-  std::vector<std::vector<size_t>> movers(graph.alias_sets);  // instructions by alias set
+  const Graph& graph = facts.graph;
+  LateWrites late = facts.late_writes;
   std::unordered_map<ValueId, size_t> last_use;
   for (int index : operators) {
     const Operator& op = graph.operators[index];
     const auto use = [&](ValueId id) { last_use[id] = instructions_.size(); };
     for_each_argument(op, use);
     for_each_result(op, use);
+    const int autocast_scope = facts.autocast_scopes[index];
     instructions_.push_back({op,
                              index,
-                             autocast[index],
+                             autocast_scope,
                              {},
                              graph.makes_literal(op) ? op.results[0] : kUndefined,
                              recorded_results(graph, op),
@@ -203,19 +201,16 @@ Segment::Segment(const Graph& graph, const std::vector<int>& operators,
                              has_written_results(op.handle),
                              {},
                              {}});
-    for (ValueId id : weights[index]) {
-      instructions_.back().weights.emplace_back(id, graph.values[id].alias_set);
+    Instruction& instruction = instructions_.back();
+    for (ValueId id : facts.weights_to_cast[index]) {
+      instruction.weights.emplace_back(id, graph.values[id].alias_set);
     }
-    for (int alias_set : late.moved_by(op)) movers[alias_set].push_back(instructions_.size() - 1);
-    casts_ |= autocast[index] >= 0;
-    casts_in_leaf_ |= autocast[index] >= 0 && is_leaf(op.handle);
-  }
-  for (size_t id = 0; id < graph.values.size(); ++id) {
-    const int alias_set = graph.values[id].alias_set;
-    if (alias_set < 0) continue;
-    for (size_t mover : movers[alias_set]) {
-      instructions_[mover].moves.push_back(static_cast<ValueId>(id));
+    for (int alias_set : late.moved_by(op)) {
+      const auto& moved = facts.aliases.set(alias_set).values;
+      instruction.moves.insert(instruction.moves.end(), moved.begin(), moved.end());
     }
+    casts_ |= autocast_scope >= 0;
+    casts_in_leaf_ |= autocast_scope >= 0 && is_leaf(op.handle);
   }
   const std::unordered_set<ValueId> kept(keep.begin(), keep.end());
   for (const auto& [id, instruction] : last_use) {

@@ -13,6 +13,7 @@
 
 #include "core/node.h"
 #include "graph/graph.h"
+#include "graph/graph_facts.h"
 #include "graph/graph_map.h"
 #include "graph/random.h"
 #include "graph/weight_casts.h"
@@ -44,7 +45,8 @@ class Segment {
  public:
   /// `operators` are indices into `graph.operators`, ascending. Values in `keep` stay in the
   /// environment; others are released after their last use in the segment.
-  Segment(const Graph& graph, const std::vector<int>& operators, const std::vector<ValueId>& keep);
+  Segment(const GraphFacts& facts, const std::vector<int>& operators,
+          const std::vector<ValueId>& keep);
 
   size_t size() const { return instructions_.size(); }
 

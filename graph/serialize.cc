@@ -5,7 +5,6 @@
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstring>
 #include <exception>
@@ -33,9 +32,6 @@ constexpr const char* kFormat = "smp graph";
 constexpr int64_t kVersion = 1;
 constexpr size_t kLongestName = 2000;
 constexpr const char* kSaveAgain = "Save the graph again (configuration parameter \"graph_file\").";
-
-constexpr std::array kKinds = {ValueKind::kInput,    ValueKind::kParameter, ValueKind::kBuffer,
-                               ValueKind::kConstant, ValueKind::kLiteral,   ValueKind::kResult};
 
 /// A name is shown in plans and pictures, and cut at its dots there: it has a sane length, and
 /// nothing that a terminal or a viewer would do something else with than show it.
@@ -244,8 +240,8 @@ class GraphReader {
 
   static ValueKind kind(const JsonReader& in) {
     const std::string name = in.text();
-    for (const ValueKind kind : kKinds) {
-      if (name == to_string(kind)) return kind;
+    for (int i = 0; i <= static_cast<int>(ValueKind::kResult); ++i) {
+      if (name == to_string(static_cast<ValueKind>(i))) return static_cast<ValueKind>(i);
     }
     in.fail_expected("a kind of value such as \"parameter\"");
   }
@@ -507,10 +503,6 @@ SavedGraph saved_graph_from_json(const std::string& text, const std::string& sou
   const nlohmann::json document = core::parse_json(text, source_name);
   const JsonReader root(document, source_name);
   return {GraphReader(root).run(), optimizer_state_of(root)};
-}
-
-Graph graph_from_json(const std::string& text, const std::string& source_name) {
-  return saved_graph_from_json(text, source_name).graph;
 }
 
 void save_graph(const Graph& graph, const std::string& path,

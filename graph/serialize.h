@@ -33,14 +33,13 @@ std::string graph_to_json(const Graph& graph,
 /// Throws `ConfigError` with the JSON path for text that is malformed, of another version, not
 /// consistent, or changed.
 SavedGraph saved_graph_from_json(const std::string& text, const std::string& source_name);
-/// The graph alone.
-Graph graph_from_json(const std::string& text, const std::string& source_name);
 
 /// Writes `graph_to_json` to a file. Throws `ConfigError` if it cannot be written.
 void save_graph(const Graph& graph, const std::string& path,
                 const std::map<std::string, double>& optimizer_state = {});
 
-/// Reads a file that `save_graph` wrote. Throws as `graph_from_json`, and if it cannot be read.
+/// Reads a file that `save_graph` wrote. Throws as `saved_graph_from_json`, and if it cannot be
+/// read.
 SavedGraph load_graph(const std::string& path);
 
 }  // namespace smp::graph

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/check.h"
 #include "core/refusal.h"
 #include "graph/graph.h"
 #include "graph/graph_map.h"
@@ -30,6 +31,13 @@ struct TraceOptions {
   RandomKey random;  ///< for `execute`
   /// Graphs that the run may turn out to be equal to; none with `execute`.
   std::vector<const Graph*> candidates;
+
+  /// `table`, which must be set.
+  const TensorTable& tensors() const {
+    SMP_INTERNAL_ASSERT(table != nullptr, "step function \"", step_name,
+                        "\" is traced without a table of its tensors");
+    return *table;
+  }
 };
 
 struct HostMemory;

@@ -45,7 +45,7 @@ Tracer* Tracer::current() { return active; }
 
 Tracer::Tracer(TraceOptions options)
     : options_(std::move(options)),
-      location_(options_.step_name, *options_.table),
+      location_(options_.step_name, options_.tensors()),
       histories_(location_) {}
 Tracer::~Tracer() = default;
 
@@ -188,7 +188,7 @@ void Tracer::collect(const c10::OperatorHandle& op, const torch::jit::Stack& sta
     if (value.kind == ValueKind::kParameter) location_.note_read_parameter(value.name);
   }
   if (histories_.has_custom_functions()) histories_.watch_custom_functions(call);
-  call.make_offset_relative(*options_.table);
+  call.make_offset_relative(options_.tensors());
 }
 
 /// Handles operators with results that are no tensors; false if all results are tensors.
@@ -206,7 +206,7 @@ bool Tracer::answer_host_value(const c10::OperatorHandle& op, torch::jit::Stack&
       return true;
     }
   } else if (has_trait(name, OperatorTrait::kReadsMetadata) || !has_tensor_argument(schema) ||
-             is_host_data(tensors, *options_.table)) {
+             is_host_data(tensors, options_.tensors())) {
     op.callBoxed(stack);
     return true;
   }
@@ -369,7 +369,7 @@ ValueId Tracer::lookup(const at::Tensor& tensor) {
     check_changed_by_hand(tensor, location_);
     return require_grad(tensor, tensor_for(known->id));
   }
-  if (const auto* entry = options_.table->find(tensor)) return define_from_table(*entry);
+  if (const auto* entry = options_.tensors().find(tensor)) return define_from_table(*entry);
   if (tensor.requires_grad() && tensor.is_leaf()) {  // `torch::zeros(sizes, requires_grad)`
     const at::Tensor as_made = tensor.detach();
     if (find_alias(as_made) != kUndefined) return require_grad(tensor, as_made);
@@ -394,7 +394,7 @@ ValueId Tracer::find_alias(const at::Tensor& tensor) {
     const at::Tensor other = known_.find_shallow_copy(tensor);
     if (other.defined()) return derive(tensor, "aten::detach", {other});
   }
-  const auto* entry = options_.table->find_storage(tensor);
+  const auto* entry = options_.tensors().find_storage(tensor);
   if (entry != nullptr && entry->tensor.scalar_type() == tensor.scalar_type()) {
     const at::NoGradGuard no_grad;
     return derive(tensor, "aten::as_strided",

@@ -30,9 +30,7 @@ Tensor call_gathered_linear(const Tensor& x, const Tensor& weight,
   return op.call(x, weight, bias, dim);
 }
 
-Tensor all_gathered(const Tensor& x, int64_t dim) {
-  return dispatched("smp::tp_all_gather", dim)(x);
-}
+Tensor all_gathered(const Tensor& x, int64_t dim) { return dispatched<kAllGather>(dim)(x); }
 
 Tensor gathered_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                        int64_t dim) {
@@ -86,7 +84,7 @@ struct GatheredLinear : torch::autograd::Function<GatheredLinear> {
     if (context->needs_input_grad(0)) {
       std::vector<int64_t> sizes = gradients[0].sizes().vec();
       sizes.back() = x.size(-1);
-      of_x = dispatched("smp::tp_reduce_scatter", dim)(gradient.mm(weight.conj()).view(sizes));
+      of_x = dispatched<kReduceScatter>(dim)(gradient.mm(weight.conj()).view(sizes));
     }
     if (context->needs_input_grad(1)) {
       const Tensor whole = all_gathered(x, dim);

@@ -134,39 +134,25 @@ struct Copy : torch::autograd::Function<Copy> {
   }
 };
 
-Tensor copy_autograd(const Tensor& x) { return Copy::apply(x, dispatched("smp::tp_reduce")); }
+Tensor copy_autograd(const Tensor& x) { return Copy::apply(x, dispatched<kReduce>()); }
 
 /// The gradient is whole and enters a divided region: tp_copy, of which only a second derivative
 /// would see more than its argument.
 Tensor reduce_autograd(const Tensor& x) {
-  return LinearMap::apply(x, dispatched("smp::tp_reduce"), [](const Tensor& gradient) {
-    return at::GradMode::is_enabled() ? dispatched("smp::tp_copy")(gradient) : gradient;
+  return LinearMap::apply(x, dispatched<kReduce>(), [](const Tensor& gradient) {
+    return at::GradMode::is_enabled() ? dispatched<kCopy>()(gradient) : gradient;
   });
 }
 
-Tensor scatter_autograd(const Tensor& x, int64_t dim, int64_t blocks) {
-  return LinearMap::apply(x, dispatched("smp::tp_scatter", dim, blocks),
-                          dispatched("smp::tp_gather", dim, blocks));
-}
-
-Tensor gather_autograd(const Tensor& x, int64_t dim, int64_t blocks) {
-  return LinearMap::apply(x, dispatched("smp::tp_gather", dim, blocks),
-                          dispatched("smp::tp_scatter", dim, blocks));
-}
-
-Tensor all_gather_autograd(const Tensor& x, int64_t dim) {
-  return LinearMap::apply(x, dispatched("smp::tp_all_gather", dim),
-                          dispatched("smp::tp_reduce_scatter", dim));
-}
-
-Tensor reduce_scatter_autograd(const Tensor& x, int64_t dim) {
-  return LinearMap::apply(x, dispatched("smp::tp_reduce_scatter", dim),
-                          dispatched("smp::tp_all_gather", dim));
+/// The gradient's formula is an operator with the same numbers.
+template <const char* kName, const char* kAdjoint, class... Numbers>
+Tensor map_autograd(const Tensor& x, Numbers... numbers) {
+  return LinearMap::apply(x, dispatched<kName>(numbers...), dispatched<kAdjoint>(numbers...));
 }
 
 Tensor all_to_all_autograd(const Tensor& x, int64_t split_dim, int64_t join_dim) {
-  return LinearMap::apply(x, dispatched("smp::tp_all_to_all", split_dim, join_dim),
-                          dispatched("smp::tp_all_to_all", join_dim, split_dim));
+  return LinearMap::apply(x, dispatched<kAllToAll>(split_dim, join_dim),
+                          dispatched<kAllToAll>(join_dim, split_dim));
 }
 
 TORCH_LIBRARY_FRAGMENT(smp, m) {
@@ -192,10 +178,10 @@ TORCH_LIBRARY_IMPL(smp, CompositeExplicitAutograd, m) {
 TORCH_LIBRARY_IMPL(smp, Autograd, m) {
   m.impl("tp_copy", &copy_autograd);
   m.impl("tp_reduce", &reduce_autograd);
-  m.impl("tp_scatter", &scatter_autograd);
-  m.impl("tp_gather", &gather_autograd);
-  m.impl("tp_all_gather", &all_gather_autograd);
-  m.impl("tp_reduce_scatter", &reduce_scatter_autograd);
+  m.impl("tp_scatter", &map_autograd<kScatter, kGather, int64_t, int64_t>);
+  m.impl("tp_gather", &map_autograd<kGather, kScatter, int64_t, int64_t>);
+  m.impl("tp_all_gather", &map_autograd<kAllGather, kReduceScatter, int64_t>);
+  m.impl("tp_reduce_scatter", &map_autograd<kReduceScatter, kAllGather, int64_t>);
   m.impl("tp_all_to_all", &all_to_all_autograd);
 }
 

@@ -17,11 +17,18 @@ c10::TypedOperatorHandle<Signature> typed_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+/// Names of operators that move tensors.
+inline constexpr char kCopy[] = "smp::tp_copy", kReduce[] = "smp::tp_reduce",
+                      kScatter[] = "smp::tp_scatter", kGather[] = "smp::tp_gather",
+                      kAllGather[] = "smp::tp_all_gather",
+                      kReduceScatter[] = "smp::tp_reduce_scatter",
+                      kAllToAll[] = "smp::tp_all_to_all";
+
 /// An operator of this folder with its numbers, for calls through the dispatcher: below autograd,
-/// or to differentiate again.
-template <class... Numbers>
-std::function<at::Tensor(const at::Tensor&)> dispatched(const char* name, Numbers... numbers) {
-  const auto op = typed_operator<at::Tensor(const at::Tensor&, Numbers...)>(name);
+/// or to differentiate again. It is looked up once.
+template <const char* kName, class... Numbers>
+std::function<at::Tensor(const at::Tensor&)> dispatched(Numbers... numbers) {
+  static const auto op = typed_operator<at::Tensor(const at::Tensor&, Numbers...)>(kName);
   return [=](const at::Tensor& x) { return op.call(x, numbers...); };
 }
 

@@ -8,7 +8,7 @@ namespace smp::nn {
 
 /// How a parameter lies that the ranks along an axis divide so.
 comm::Sharding sharding_of(const ParameterSplit& split, const core::Axis& over);
-/// How the first cut, of equal blocks, divides it.
-ParameterSplit split_of(const comm::Sharding& sharding);
+/// How the ranks along an axis divide it, in equal blocks.
+ParameterSplit split_of(const comm::Sharding& sharding, const core::Axis& over);
 
 }  // namespace smp::nn

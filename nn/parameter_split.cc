@@ -15,13 +15,13 @@ comm::Sharding sharding_of(const ParameterSplit& split, const core::Axis& over) 
   return {split.sizes, {}, {{over, comm::Blocks{split.dim, extents}}}};
 }
 
-ParameterSplit split_of(const comm::Sharding& sharding) {
-  const auto& [over, how] = sharding.cuts.front();
-  const auto& blocks = std::get<comm::Blocks>(how);
+ParameterSplit split_of(const comm::Sharding& sharding, const core::Axis& over) {
+  const comm::Sharding lies = sharding.along(over).value();
+  const auto& blocks = std::get<comm::Blocks>(lies.cuts.front().how);
   const auto& extents = blocks.extents;
   SMP_INTERNAL_ASSERT(std::equal(extents.begin() + 1, extents.end(), extents.begin()),
                       "unequal blocks as equal ones: ", sharding.to_string());
-  return {sharding.sizes, blocks.dim, static_cast<int64_t>(extents.size()), over.size};
+  return {lies.sizes, blocks.dim, static_cast<int64_t>(extents.size()), over.size};
 }
 
 void ParameterSplit::check() const {

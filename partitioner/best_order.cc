@@ -94,11 +94,12 @@ class OrderChooser {
 
   Candidate candidate(const Order& order, const PartitionOptions& options) const {
     const Graph graph = reordered(graph_, order);
+    auto step = options.step().in_order(order);
     Candidate result;
-    result.plan = partition(graph, options);
+    result.plan = partition(graph, PartitionOptions(options).step(step));
     result.plan.order = order;
     // Counts one microbatch as two, like `SplitScore::step`.
-    const auto step = StepModel(options.step()).microbatches(microbatches());
+    step.microbatches(microbatches());
     result.step_us = predict(graph, result.plan, step).step_us;
     add_replicas(graph, result);
     return result;

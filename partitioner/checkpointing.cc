@@ -186,8 +186,9 @@ std::vector<std::string> candidate_modules(const Graph& graph) {
 Prediction predict_with(const Graph& graph, const Plan& plan, const StepModel& step,
                         const std::vector<CheckpointedModules>& modules) {
   const Regions regions = find_module_regions(graph, modules, plan.stage_of_operator);
-  return predict(with_regions(graph, regions, plan.stage_of_operator), plan,
-                 StepModel(step).largest_region(largest_region_bytes(graph, regions)));
+  return predict(
+      with_regions(graph, regions, plan.stage_of_operator), plan,
+      StepModel(step).largest_region(largest_region_bytes(graph, regions)).regions(regions));
 }
 
 namespace {

@@ -134,7 +134,7 @@ class Partitioner {
     Plan plan = finish(stage_of_operator);
     plan.reason_of_operator = reasons(stage_of_operator);
     verify_plan(graph_, plan);
-    check_memory(plan);
+    if (!options_.auto_partition() || stages() == 1) check_memory(plan);
     return plan;
   }
 
@@ -145,7 +145,7 @@ class Partitioner {
   int64_t working() const {
     const StepModel& step = options_.step();
     const int64_t region = graph_.trains() ? step.largest_region() : 0;
-    return region + working_bytes(graph_, step.sharding(), step.microbatches());
+    return region + working_bytes(graph_, step);
   }
 
   Plan finish(const std::vector<int>& stage_of_operator) const {
@@ -166,9 +166,30 @@ class Partitioner {
       if (bounds.conflict() >= 0) continue;
       const SplitProblem problem = make_problem(pieces, bounds);
       const auto cuts = split(problem);
-      if (cuts) return stages_of(pieces, keep_previous(problem, pieces, *cuts));
+      if (!cuts) continue;
+      auto stages = stages_of(pieces, keep_previous(problem, pieces, *cuts));
+      if (limit() == 0 || most_memory(finish(stages)) <= limit()) return stages;
     }
-    explain_failure();
+    return with_least_memory();
+  }
+
+  /// Where the search found nothing under the limit: it reckons with bytes of one stage, and of
+  /// units that are not those of each plan. Throws unless the plan fits.
+  std::vector<int> with_least_memory() const {
+    const Pieces pieces(usable_cuts(/*split_weights=*/true), operators_);
+    if (pieces.count() < stages() && min_length_ > 0) explain_too_few(pieces.count());
+    const Bounds bounds(pieces, constraints_.pins, stages(), min_length_);
+    const int cut = bounds.conflict();
+    if (cut >= 0) explain_pins(bounds.earliest[cut].from, bounds.latest[cut].from);
+    SplitProblem problem = make_problem(pieces, bounds);
+    const std::optional<int64_t> least = smallest_memory_limit(problem);
+    SMP_INTERNAL_ASSERT(least.has_value(), "no split although all bounds can be kept");
+    problem.memory_limit = *least;
+    auto stages = stages_of(pieces, *split(problem));
+    const int64_t bytes = most_memory(finish(stages));
+    if (bytes <= limit()) return stages;
+    fail_memory(finish(stages),
+                fmt::format("the least limit that would do is {} bytes, with which", bytes));
   }
 
   std::vector<bool> usable_cuts(bool split_weights) const {
@@ -400,21 +421,6 @@ class Partitioner {
 
   // ---- Errors ----
 
-  [[noreturn]] void explain_failure() const {
-    const Pieces pieces(usable_cuts(/*split_weights=*/true), operators_);
-    if (pieces.count() < stages() && min_length_ > 0) explain_too_few(pieces.count());
-    const Bounds bounds(pieces, constraints_.pins, stages(), min_length_);
-    const int cut = bounds.conflict();
-    if (cut >= 0) explain_pins(bounds.earliest[cut].from, bounds.latest[cut].from);
-    SplitProblem problem = make_problem(pieces, bounds);
-    const std::optional<int64_t> least = smallest_memory_limit(problem);
-    SMP_INTERNAL_ASSERT(least.has_value(), "no split although all bounds can be kept");
-    problem.memory_limit = *least;
-    fail_memory(
-        finish(stages_of(pieces, *split(problem))),
-        fmt::format("the least limit that would do is {} bytes, with which", *least + working()));
-  }
-
   [[noreturn]] void explain_too_few(int possible) const {
     std::string why = "a stage has at least one";
     std::string remedy;
@@ -465,13 +471,16 @@ class Partitioner {
         describe(graph_, before), describe(graph_, after), last, last + 1, *why_illegal_[last]));
   }
 
-  /// Pins may leave no choice, and the stages of one rank add up.
+  /// Bytes of the rank that needs most.
+  int64_t most_memory(const Plan& plan) const {
+    const auto memory = predict(graph_, plan, options_.step()).rank_memory;
+    return *std::max_element(memory.begin(), memory.end());
+  }
+
+  /// Where there is no choice, unlike in `balance`.
   void check_memory(const Plan& plan) const {
-    if (limit() == 0) return;
-    const Prediction prediction = predict(graph_, plan, options_.step());
-    for (int64_t bytes : prediction.rank_memory) {
-      if (bytes > limit()) fail_memory(plan, "as the operators are pinned");
-    }
+    if (limit() > 0 && most_memory(plan) > limit())
+      fail_memory(plan, "as the operators are pinned");
   }
 
   [[noreturn]] void fail_memory(const Plan& plan, const std::string& how) const {

@@ -109,7 +109,64 @@ void add_transfers(const Graph& graph, const Plan& plan, const CostModel& costs,
   }
 }
 
+/// Bytes of the two buckets of gradients that a rank has on their way, with one microbatch.
+std::vector<int64_t> bucket_bytes(const Graph& graph, const Plan& plan,
+                                  const ReplicaSharding& sharding, size_t ranks) {
+  std::vector<int64_t> bytes(ranks, 0), elements(ranks, 0), largest(ranks, 0);
+  for (const Value& value : graph.values) {
+    const auto owner = plan.owner.find(value.name);
+    if (owner == plan.owner.end() || !is_trained(graph, value) || !sharding.divides(value))
+      continue;
+    const int rank = plan.rank_of_stage[owner->second];
+    bytes[rank] += gradient_bytes(value);
+    elements[rank] += value.meta.numel();
+    largest[rank] = std::max(largest[rank], gradient_bytes(value));
+  }
+  for (size_t r = 0; r < ranks; ++r) {
+    if (elements[r] <= sharding.bucket()) continue;
+    // A larger parameter has a bucket for itself.
+    const int64_t bucket = std::max(largest[r], bytes[r] / elements[r] * sharding.bucket());
+    bytes[r] = std::min(bytes[r], 2 * bucket);
+  }
+  return bytes;
+}
+
+/// The units of the plan, and what they and the sums of gradients need.
+void add_divided(const Graph& graph, const Plan& plan, const StepModel& step, Prediction& result) {
+  const ReplicaSharding& sharding = step.sharding();
+  const size_t ranks = result.rank_memory.size();
+  result.gathered.assign(ranks, 0);
+  result.buckets.assign(ranks, 0);
+  if (sharding.parameters() == 1) return;
+  result.units = find_units(graph, plan, step.regions(), sharding);
+  result.gathered = gathered_bytes(graph, plan, result.units, sharding);
+  if (step.microbatches() == 1) result.buckets = bucket_bytes(graph, plan, sharding, ranks);
+  for (size_t r = 0; r < ranks; ++r) {
+    result.rank_memory[r] += result.gathered[r] + result.buckets[r];
+  }
+}
+
 }  // namespace
+
+StepModel StepModel::in_order(const std::vector<int>& order) const {
+  StepModel result = *this;
+  for (size_t i = 0; i < order.size() && !regions_.empty(); ++i) {
+    result.regions_[i] = regions_[order[i]];
+  }
+  return result;
+}
+
+int64_t working_bytes(const Graph& graph, const StepModel& step) {
+  Plan plan;
+  plan.stage_of_operator.assign(graph.operators.size(), 0);
+  for (const Value& value : graph.values) {
+    if (value.kind == ValueKind::kParameter) plan.owner.emplace(value.name, 0);
+  }
+  Prediction result;
+  result.rank_memory = {0};
+  add_divided(graph, plan, step, result);
+  return result.rank_memory.front();
+}
 
 double state_factor(const StepModel& step, const Value& parameter) {
   const auto found = step.optimizer_states().find(parameter.name);
@@ -131,7 +188,11 @@ ParameterMemory::ParameterMemory(const Graph& graph, const Value& value, const S
   if (!is_trained(graph, value)) return;
   const int updating = is_divided ? sharding.parameters() : sharding.states();
   const bool is_alone = step.replicas() == 1 && sharding.states() == 1;
-  const int sums = is_divided ? 0 : is_alone ? std::min(step.shards() - 1, 1) : step.shards();
+  const int of_divided =
+      step.microbatches() > 1 ? step.shards() : 0;  // else buckets, see `bucket_bytes`
+  const int sums = is_divided ? of_divided
+                   : is_alone ? std::min(step.shards() - 1, 1)
+                              : step.shards();
   gradients = sums * gradient_bytes(value) + part_of(gradient_bytes(value), updating);
   const int64_t trained = is_divided ? weights : part_of(weights, updating);
   optimizer = static_cast<int64_t>(static_cast<double>(trained) * state_factor(step, value));
@@ -165,8 +226,8 @@ Prediction predict(const Graph& graph, const Plan& plan, const StepModel& step) 
   const int ranks = *std::max_element(plan.rank_of_stage.begin(), plan.rank_of_stage.end()) + 1;
   result.rank_us.assign(ranks, 0);
   result.recomputed = graph.trains() ? step.largest_region() : 0;
-  result.working = working_bytes(graph, step.sharding(), step.microbatches());
-  result.rank_memory.assign(ranks, result.recomputed + result.working);
+  result.rank_memory.assign(ranks, result.recomputed);
+  add_divided(graph, plan, step, result);
   for (int s = 0; s < plan.stages(); ++s) {
     result.rank_us[plan.rank_of_stage[s]] += result.stages[s].time_us();
     result.rank_memory[plan.rank_of_stage[s]] += result.stages[s].memory();
@@ -193,8 +254,8 @@ std::string describe_memory(const Plan& plan, const Prediction& prediction, int 
   std::string text = fmt::format(
       "{}: weights {}, gradients {}, optimizer state {}, activations of {} "
       "microbatch{} {}",
-      format_bytes(sum.memory() + prediction.recomputed + prediction.working),
-      format_bytes(sum.weights), format_bytes(sum.gradients), format_bytes(sum.optimizer),
+      format_bytes(prediction.rank_memory[rank]), format_bytes(sum.weights),
+      format_bytes(sum.gradients + prediction.buckets[rank]), format_bytes(sum.optimizer),
       sum.in_flight, sum.in_flight == 1 ? "" : "es", format_bytes(sum.activations));
   const auto add = [&](const char* use, int64_t bytes) {
     if (bytes > 0) text += fmt::format(", {} {}", use, format_bytes(bytes));
@@ -202,7 +263,7 @@ std::string describe_memory(const Plan& plan, const Prediction& prediction, int 
   add("casts of weights", sum.casts);
   add("messages under way", sum.messages);
   add("a region that runs again", prediction.recomputed);
-  add("divided parameters while they are whole and sums of their gradients", prediction.working);
+  add("divided parameters while they are whole", prediction.gathered[rank]);
   return text;
 }
 

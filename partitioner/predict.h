@@ -12,6 +12,7 @@
 #include "partitioner/cost_model.h"
 #include "partitioner/plan.h"
 #include "partitioner/replica_sharding.h"
+#include "partitioner/units.h"
 
 namespace smp::partitioner {
 
@@ -21,6 +22,9 @@ using StateFactors = std::map<std::string, double>;
 /// The step in which a plan is used, as far as its time and memory depend on it.
 struct StepModel {
   explicit StepModel(int microbatches = 1) : microbatches_(microbatches) {}
+
+  /// The same step of the graph with its operators in another order (order.h).
+  StepModel in_order(const std::vector<int>& order) const;
 
   /// How many microbatches a step has.
   TORCH_ARG(int, microbatches);
@@ -40,6 +44,8 @@ struct StepModel {
   TORCH_ARG(int, messages) = 0;
   /// Bytes that a rank needs in addition while a region runs again (see checkpointing.h).
   TORCH_ARG(int64_t, largest_region) = 0;
+  /// The region of each operator, -1 for none; or empty.
+  TORCH_ARG(std::vector<int>, regions);
   /// Replicas that add up their gradients.
   TORCH_ARG(int, replicas) = 1;
   /// Into how many sums each of them adds up the gradients of its microbatches.
@@ -63,8 +69,8 @@ int microbatches_in_flight(const StepModel& step, bool trains, int stage, int st
 /// Bytes that a parameter takes where it belongs: itself and, if it is trained, the sum of its
 /// gradients over the step's microbatches, `.grad`, which the sum becomes where there is one
 /// replica (of several shards one is added up beside the others' sum), and the optimizer's state.
-/// If replicas divide it, this rank's part counts; sums of divided parameters are among
-/// `working_bytes`.
+/// If replicas divide it, this rank's part counts, and its sum where there are several
+/// microbatches.
 struct ParameterMemory {
   int64_t weights = 0;
   int64_t gradients = 0;
@@ -114,9 +120,11 @@ struct Prediction {
   std::vector<StagePrediction> stages;
   std::vector<double> rank_us;       ///< per rank: time of one microbatch
   std::vector<int64_t> rank_memory;  ///< per rank: bytes
-  // The following occur once per rank:
-  int64_t recomputed = 0;  ///< a region that runs again
-  int64_t working = 0;     ///< divided parameters while they are whole, and sums of their gradients
+  int64_t recomputed = 0;            ///< a region that runs again, on each rank
+  std::vector<int64_t> gathered;     ///< per rank: divided parameters while they are whole
+  /// Per rank: sums of their gradients on the way, with one microbatch (else they are the stages').
+  std::vector<int64_t> buckets;
+  Units units;  ///< those of the plan, where replicas divide parameters
   /// sum t_r + (M - 1) max t_r over the ranks: exact for `simple` with equal ratios of backward
   /// to forward, and close for `interleaved`.
   double step_us = 0;
@@ -124,10 +132,14 @@ struct Prediction {
 
 Prediction predict(const graph::Graph& graph, const Plan& plan, const StepModel& step);
 
+/// `Prediction::gathered` and `buckets` of a rank that runs the whole graph: an estimate of those
+/// of one with a part of it.
+int64_t working_bytes(const graph::Graph& graph, const StepModel& step);
+
 /// The uses of a rank's memory: "12.3 MiB: weights 2.0 MiB, gradients 4.0 MiB, optimizer state 4.0
 /// MiB, activations of 3 microbatches 2.3 MiB", and, if there is any, ", casts of weights 1.0 MiB",
 /// ", messages under way 0.5 MiB", ", a region that runs again 1.0 MiB" and ", divided parameters
-/// while they are whole and sums of their gradients 3.0 MiB".
+/// while they are whole 3.0 MiB".
 std::string describe_memory(const Plan& plan, const Prediction& prediction, int rank);
 
 }  // namespace smp::partitioner

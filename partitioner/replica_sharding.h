@@ -5,10 +5,16 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
+#include <set>
+#include <string>
 
 #include "graph/graph.h"
 
 namespace smp::partitioner {
+
+/// Names of parameters, or nothing where they are not known.
+using ParameterNames = std::optional<std::set<std::string>>;
 
 /// How replicas divide among them the tensors that each would have whole: docs/memory.md. With
 /// both degrees 1, nothing.
@@ -24,6 +30,8 @@ struct ReplicaSharding {
   TORCH_ARG(int, parameters) = 1;
   /// Elements that a parameter has at least if it is divided (`sdp_param_persistence_threshold`).
   TORCH_ARG(int64_t, smallest) = 0;
+  /// The parameters that are divided, where they are known; else all that are large enough.
+  TORCH_ARG(ParameterNames, names);
   /// Elements of divided parameters that are whole at one time at most, unless one unit needs
   /// more (`sdp_max_live_parameters`).
   TORCH_ARG(int64_t, live) = std::numeric_limits<int64_t>::max();
@@ -34,9 +42,5 @@ struct ReplicaSharding {
 /// Bytes of a parameter's gradient as it is summed: in float32 if the parameter is of half
 /// precision.
 int64_t gradient_bytes(const graph::Value& parameter);
-
-/// Extra bytes during a step: divided parameters that are whole at one time (a unit's and the next
-/// one's, see units.h), and gradient buckets on their way (two with one microbatch, else all).
-int64_t working_bytes(const graph::Graph& graph, const ReplicaSharding& sharding, int microbatches);
 
 }  // namespace smp::partitioner

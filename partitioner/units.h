@@ -2,40 +2,43 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "graph/graph.h"
 #include "partitioner/plan.h"
+#include "partitioner/replica_sharding.h"
 
 namespace smp::partitioner {
 
-/// How stages are divided into units, whose divided parameters are gathered together: the stages of
-/// a rank that holds shards of parameters (`sharded_data_parallel_degree`). While one unit computes
-/// the next one is gathered.
-struct UnitOptions {
-  /// Whether replicas divide a parameter.
-  std::function<bool(const graph::Value& parameter)> divides;
-  /// Elements of divided parameters that a unit reads at most, unless no legal cut makes it smaller
-  /// (`sdp_max_live_parameters`).
-  int64_t most_elements = 0;
+/// The parts into which the stages of a plan are divided where replicas divide parameters
+/// (`sharded_data_parallel_degree`): a unit's are gathered together. While one unit computes the
+/// next one is gathered.
+struct Units {
+  std::vector<int> of_operator;  ///< the unit of each operator, ascending
+  /// The divided parameters that each unit reads and its rank owns, in the order of their first use
+  /// there. Another owner's is a copy, which is whole in any case.
+  std::vector<std::vector<graph::ValueId>> parameters;
+
+  int count() const { return static_cast<int>(parameters.size()); }
 };
 
-/// The stage of each operator when every stage is divided into units: a unit ends at the first
-/// legal cut behind its second divided parameter, or earlier where it would read more than
-/// `most_elements`. No cut divides a region that runs again. `regions`: per operator, or empty. The
-/// numbers ascend with the operators.
-std::vector<int> find_units(const graph::Graph& graph, const std::vector<int>& stage_of_operator,
-                            const std::vector<int>& regions, const UnitOptions& options);
+/// Finds the units of a plan. One ends at the first legal cut behind which it reads twice as many
+/// elements as a typical parameter has (the mean over all elements of divided parameters, for which
+/// small ones hardly count), or earlier where it would read more than half of `sharding.live()`, so
+/// that the next one finds room beside it. No cut divides a region that runs again. `regions`: per
+/// operator, or empty.
+Units find_units(const graph::Graph& graph, const Plan& plan, const std::vector<int>& regions,
+                 const ReplicaSharding& sharding);
+
+/// Per rank, the most bytes of divided parameters that are whole at one time: those of two units,
+/// as far as `sharding.live()` admits both. Any two may follow each other under some schedule: a
+/// backward may read nothing of the units between.
+std::vector<int64_t> gathered_bytes(const graph::Graph& graph, const Plan& plan, const Units& units,
+                                    const ReplicaSharding& sharding);
 
 /// The plan whose stages are these units, on the ranks of the stages that they are of. A stage
 /// without operators is one unit.
 Plan divided_into_units(const graph::Graph& graph, const Plan& plan,
                         const std::vector<int>& unit_of_operator);
-
-/// The divided parameters that each unit reads, in the order of their first use there.
-std::vector<std::vector<graph::ValueId>> parameters_of_units(
-    const graph::Graph& graph, const std::vector<int>& unit_of_operator,
-    const UnitOptions& options);
 
 }  // namespace smp::partitioner

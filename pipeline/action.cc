@@ -15,7 +15,7 @@ using Kind = Action::Kind;
 struct Spelling {
   Kind kind;
   std::string_view word;
-  char arrow;  // before the peer of a transfer, 0 for the others
+  char arrow;  // before the peer of a transfer or copy, 0 for the others
   std::string_view group;
 };
 
@@ -25,7 +25,9 @@ constexpr Spelling kSpellings[] = {
     {Kind::kBackwardInput, "I", 0, "inputs"},     {Kind::kBackwardWeight, "W", 0, "weights"},
     {Kind::kSendForward, "SEND_F", '>', "send"},  {Kind::kRecvForward, "RECV_F", '<', "wait"},
     {Kind::kSendBackward, "SEND_B", '>', "send"}, {Kind::kRecvBackward, "RECV_B", '<', "wait"},
-    {Kind::kReduce, "REDUCE", 0, "reduce"},       {Kind::kUnshard, "UNSHARD", 0, "unshard"},
+    {Kind::kReduce, "REDUCE", 0, "reduce"},       {Kind::kRecall, "RECALL", 0, "recall"},
+    {Kind::kSendCopy, "SEND_COPY", '>', "send"},  {Kind::kRecvCopy, "RECV_COPY", '<', "wait"},
+    {Kind::kOutputs, "OUTPUTS", 0, "wait"},       {Kind::kUnshard, "UNSHARD", 0, "unshard"},
     {Kind::kReshard, "RESHARD", 0, "reshard"},
 };
 
@@ -62,7 +64,9 @@ class Cursor {
         return spelling;
       }
     }
-    fail("F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, UNSHARD or RESHARD");
+    fail(
+        "F, B, I, W, SEND_F, RECV_F, SEND_B, RECV_B, REDUCE, RECALL, SEND_COPY, RECV_COPY, "
+        "OUTPUTS, UNSHARD or RESHARD");
   }
 
   void arrow(char arrow) {
@@ -119,6 +123,15 @@ Action recv_backward(int stage, int microbatch, int from) {
 Action reduce_of(int stage) { return {Kind::kReduce, stage, -1, -1}; }
 Action unshard_of(int stage) { return {Kind::kUnshard, stage, -1, -1}; }
 Action reshard_of(int stage) { return {Kind::kReshard, stage, -1, -1}; }
+Action recall_of(int stage, int microbatch) { return {Kind::kRecall, stage, microbatch, -1}; }
+Action send_copy(int stage, int to) { return {Kind::kSendCopy, stage, -1, to}; }
+Action recv_copy(int stage, int from) { return {Kind::kRecvCopy, stage, -1, from}; }
+Action outputs_of(int stage) { return {Kind::kOutputs, stage, -1, -1}; }
+
+std::pair<int, int> stages_of(const Action& copy) {
+  const bool sends = copy.kind == Kind::kSendCopy;
+  return {sends ? copy.stage : copy.peer, sends ? copy.peer : copy.stage};
+}
 
 Action counterpart(const Action& transfer) {
   const auto other_end = [&](Kind kind) {
@@ -133,6 +146,10 @@ Action counterpart(const Action& transfer) {
       return other_end(Kind::kRecvBackward);
     case Kind::kRecvBackward:
       return other_end(Kind::kSendBackward);
+    case Kind::kSendCopy:
+      return other_end(Kind::kRecvCopy);
+    case Kind::kRecvCopy:
+      return other_end(Kind::kSendCopy);
     default:
       SMP_INTERNAL_ASSERT(false, to_string(transfer), " is not a transfer");
   }
@@ -149,7 +166,7 @@ std::string to_string(const Action& action) {
   if (!action.is_of_stage()) {
     text += std::to_string(action.microbatch);
   }
-  if (action.is_transfer()) {
+  if (spelling.arrow != 0) {
     text += spelling.arrow + std::to_string(action.peer);
   }
   return text;
@@ -166,7 +183,7 @@ Action parse_action(std::string_view text, std::string_view where) {
   if (!action.is_of_stage()) {
     action.microbatch = cursor.number("a microbatch number");
   }
-  if (action.is_transfer()) {
+  if (spelling.arrow != 0) {
     cursor.arrow(spelling.arrow);
     action.peer = cursor.number("a stage number");
   }

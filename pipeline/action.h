@@ -3,6 +3,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace smp::pipeline {
 
@@ -21,6 +22,10 @@ namespace smp::pipeline {
 ///     1REDUCE      the gradients of stage 1 are complete and may be reduced
 ///     1UNSHARD     begins to gather the divided parameters that stage 1 reads
 ///     1RESHARD     frees them but for this rank's shards
+///     1RECALL3     begins to bring back the tensors of microbatch 3 on stage 1 from a store
+///     0SEND_COPY>1 stage 0 sends the parameters and buffers that it owns and stage 1 reads, too
+///     1RECV_COPY<0 stage 1 takes them
+///     1OUTPUTS     the outputs of stage 1 go to all ranks; each has the action
 ///
 /// Receives are posted ahead by the executor, so a receive action only means "wait for it".
 struct Action {
@@ -35,6 +40,10 @@ struct Action {
     kSendBackward,
     kRecvBackward,
     kReduce,
+    kRecall,
+    kSendCopy,
+    kRecvCopy,
+    kOutputs,
     kUnshard,
     kReshard,
   };
@@ -44,17 +53,20 @@ struct Action {
   int stage = 0;
   /// The microbatch, -1 for an action of the stage as a whole.
   int microbatch = -1;
-  /// The stage at the other end of a transfer, -1 for everything else.
+  /// The stage at the other end of a transfer or copy, -1 for everything else.
   int peer = -1;
 
   bool is_send() const { return kind == Kind::kSendForward || kind == Kind::kSendBackward; }
   bool is_recv() const { return kind == Kind::kRecvForward || kind == Kind::kRecvBackward; }
   bool is_transfer() const { return is_send() || is_recv(); }
+  bool is_copy() const { return kind == Kind::kSendCopy || kind == Kind::kRecvCopy; }
   bool is_compute() const { return kind <= Kind::kBackwardWeight; }
-  /// Reduces, unshards and reshards: of the stage as a whole.
-  bool is_of_stage() const { return kind >= Kind::kReduce; }
-  /// May stand in a rank's list several times.
-  bool repeats() const { return kind >= Kind::kUnshard; }
+  /// Reads parameters, which are gathered before where they are divided.
+  bool reads_parameters() const { return is_compute() || kind == Kind::kSendCopy; }
+  /// Is about the stage as a whole, and not about a microbatch.
+  bool is_of_stage() const { return kind >= Kind::kReduce && kind != Kind::kRecall; }
+  /// Is added to a lowered schedule for a program's needs, see frame.h and unsharding.h.
+  bool is_added() const { return kind >= Kind::kRecall; }
   /// Belongs to the backward pass.
   bool is_backward() const {
     return (is_compute() && kind != Kind::kForward) || kind == Kind::kSendBackward ||
@@ -82,8 +94,15 @@ Action recv_backward(int stage, int microbatch, int from);
 Action reduce_of(int stage);
 Action unshard_of(int stage);
 Action reshard_of(int stage);
+Action recall_of(int stage, int microbatch);
+Action send_copy(int stage, int to);
+Action recv_copy(int stage, int from);
+Action outputs_of(int stage);
 
-/// The other end of a transfer: the receive of a send, the send of a receive.
+/// The owner and the reader of a copy.
+std::pair<int, int> stages_of(const Action& copy);
+
+/// The other end of a transfer or copy: the receive of a send, the send of a receive.
 Action counterpart(const Action& transfer);
 
 bool operator==(const Action& a, const Action& b);
@@ -91,7 +110,7 @@ bool operator==(const Action& a, const Action& b);
 std::string to_string(const Action& action);
 
 /// The action in one word, for tables and pictures: "forward", "backward", "inputs" and "weights"
-/// for the halves of a backward, "send", "wait", "reduce", "unshard" or "reshard".
+/// for the halves of a backward, "send", "wait", "reduce", "recall", "unshard" or "reshard".
 std::string_view group_of(const Action& action);
 
 /// Parses the text form above. Throws `smp::Error` that names `where` (for example

@@ -21,7 +21,7 @@ std::vector<graph::TensorMeta> metas(const graph::Graph& graph,
   return result;
 }
 
-/// "1B0", "receive 0F3", "send 1F3", "reduce 1", "unshard 1".
+/// "1B0", "receive 0F3", "send 1F3", "reduce 1", "unshard 1", "send what 0 owns", "outputs of 1".
 core::Label label_of(const Action& action) {
   const auto made = [&](int stage) {
     return to_string(action.is_backward() ? backward_of(stage, action.microbatch)
@@ -30,6 +30,12 @@ core::Label label_of(const Action& action) {
   if (action.is_recv()) return core::Label("receive " + made(action.peer));
   if (action.is_send()) return core::Label("send " + made(action.stage));
   if (action.is_compute()) return core::Label(to_string(action));
+  if (action.is_copy()) {
+    const char* what = action.kind == Action::Kind::kSendCopy ? "send" : "receive";
+    return core::Label(c10::str(what, " what ", stages_of(action).first, " owns"));
+  }
+  if (action.kind == Action::Kind::kOutputs)
+    return core::Label(c10::str("outputs of ", action.stage));
   return core::Label(std::string(group_of(action)) + " " + std::to_string(action.stage));
 }
 
@@ -129,22 +135,7 @@ void Executor::resolve() {
     program_.push_back(resolve(action));
     if (action.is_recv()) ++program_.back().channel->messages;
   }
-  if (loading_horizon_ > 0) find_prefetches();
   if (parameters_) find_shards();
-}
-
-void Executor::find_prefetches() {
-  std::vector<Instruction*> computations;
-  for (Instruction& instruction : program_) {
-    if (instruction.action.is_compute()) computations.push_back(&instruction);
-  }
-  for (size_t i = 0; i < computations.size(); ++i) {
-    const Instruction& ahead = *computations[i];
-    // Inputs of the second half of a backward are there since the first.
-    if (!ahead.action.is_backward() || ahead.action.kind == Action::Kind::kBackwardWeight) continue;
-    const size_t before = i - std::min(i, static_cast<size_t>(loading_horizon_));
-    computations[before]->prefetches.emplace_back(ahead.stage, ahead.action.microbatch);
-  }
 }
 
 void Executor::use_shards(std::shared_ptr<dp::ShardedParameters> parameters,
@@ -168,18 +159,29 @@ std::vector<size_t> Executor::shards_of(const std::vector<graph::ValueId>& param
   return result;
 }
 
-/// Computes get the parameters that they read, and the actions around them those of all between.
+void Executor::use_frame(const graph::Graph& graph, const std::vector<Frame::Copy>& copies,
+                         const graph::TensorTable& table, std::map<int, SharedOutputs> outputs) {
+  for (const Frame::Copy& copy : copies) {
+    if (schedule_.rank_of(copy.from) != rank() && schedule_.rank_of(copy.to) != rank()) continue;
+    copies_.try_emplace({copy.from, copy.to}, copy, graph, table, shard_of_value_);
+  }
+  outputs_ = std::move(outputs);
+}
+
+/// Actions that read parameters get those that are divided, and the actions around them those of
+/// all between.
 void Executor::find_shards() {
   std::map<int, Instruction*> unsharded;  // unshards by stage
   for (Instruction& instruction : program_) {
     const Action& action = instruction.action;
-    const Shards& shards = shards_.at(action.stage);
     if (action.kind == Action::Kind::kUnshard) unsharded[action.stage] = &instruction;
     if (action.kind == Action::Kind::kReshard) {
       instruction.shards = unsharded.at(action.stage)->shards;
     }
-    if (!action.is_compute()) continue;
-    instruction.shards = action.is_backward() ? shards.backward : shards.forward;
+    if (!action.reads_parameters()) continue;
+    instruction.shards = instruction.copies     ? instruction.copies->shards()
+                         : action.is_backward() ? shards_.at(action.stage).backward
+                                                : shards_.at(action.stage).forward;
     instruction.waits = instruction.waits || !instruction.shards.empty();
     if (instruction.shards.empty()) continue;
     auto& gathered = unsharded.at(action.stage)->shards;
@@ -193,19 +195,19 @@ Executor::Instruction Executor::resolve(const Action& action) {
   Instruction result;
   result.action = action;
   result.label = label_of(action);
-  result.stage = stages_.at(action.stage).get();
+  const auto stage = stages_.find(action.stage);
+  if (stage != stages_.end()) result.stage = stage->second.get();
   if (action.is_transfer()) {
     const int edge = known_edge(action);
     result.channel = &channels_.at({edge, action.is_backward()});
-    result.message = &message_of(*result.stage, action.microbatch, edge, action.is_backward());
+    result.message = &result.stage->message(action.microbatch, edge, action.is_backward());
   }
   if (action.is_compute()) result.hand_overs = hand_overs_of(action);
-  result.waits = action.is_compute() ? result.stage->may_wait() : !action.is_recv();
+  if (action.is_copy()) result.copies = &copies_.at(stages_of(action));
+  if (action.kind == Action::Kind::kOutputs) result.outputs = &outputs_.at(action.stage);
+  result.waits = action.is_compute() ? result.stage->program().calls_foreign
+                                     : !action.is_recv() && action.kind != Action::Kind::kRecall;
   return result;
-}
-
-Message& Executor::message_of(Stage& stage, int microbatch, int edge, bool is_backward) {
-  return is_backward ? stage.gradients(microbatch, edge) : stage.values(microbatch, edge);
 }
 
 /// Between stages of this rank there is no transfer: one's result has arrived at the other.
@@ -220,7 +222,7 @@ std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
     const bool nothing = is_backward && !edge.needs_gradient();
     if (source != action.stage || stages_.count(target) == 0 || nothing) continue;
     const auto message = [&](int stage) {
-      return &message_of(*stages_.at(stage), action.microbatch, static_cast<int>(i), is_backward);
+      return &stages_.at(stage)->message(action.microbatch, static_cast<int>(i), is_backward);
     };
     result.push_back({message(source), message(target)});
   }
@@ -235,12 +237,15 @@ int Executor::known_edge(const Action& transfer) const {
 
 std::vector<int64_t> Executor::message_bytes() const {
   std::vector<int64_t> bytes;
-  for (const Action& action : schedule_.actions(rank())) {
-    bytes.push_back(action.is_transfer()
-                        ? channels_.at({known_edge(action), action.is_backward()}).layout.nbytes()
-                        : 0);
-  }
+  for (const Action& action : schedule_.actions(rank())) bytes.push_back(message_bytes(action));
   return bytes;
+}
+
+int64_t Executor::message_bytes(const Action& action) const {
+  if (action.is_copy()) return copies_.at(stages_of(action)).nbytes();
+  if (action.kind == Action::Kind::kOutputs) return outputs_.at(action.stage).nbytes();
+  if (!action.is_transfer()) return 0;
+  return channels_.at({known_edge(action), action.is_backward()}).layout.nbytes();
 }
 
 std::string Executor::describe() const {
@@ -252,7 +257,7 @@ std::string Executor::describe() const {
   const auto bytes = message_bytes();
   for (size_t i = 0; i < actions.size(); ++i) {
     out << "  " << to_string(actions[i]);
-    if (actions[i].is_transfer()) out << ", " << bytes[i] << " bytes";
+    if (bytes[i] > 0) out << ", " << bytes[i] << " bytes";
     out << "\n";
   }
   return out.str();
@@ -266,7 +271,7 @@ void Executor::use_device_graphs(bool required) {
 
 /// The reductions of the list are armed before the computations that complete them.
 void Executor::begin_step(const Step& step) {
-  SMP_INTERNAL_ASSERT(step.gradients != nullptr || !schedule_.has_backward(),
+  SMP_INTERNAL_ASSERT(gradients_ != nullptr || !schedule_.has_backward(),
                       "a step with backwards has sums of gradients");
   if (program_.empty()) resolve();
   if (device_graphs_) device_graphs_->begin_step(step.why_no_device_graphs);
@@ -274,7 +279,7 @@ void Executor::begin_step(const Step& step) {
   for (const auto& [key, channel] : channels_) channel.begin_step();
   for (const Instruction& instruction : program_) {
     if (instruction.action.kind != Action::Kind::kReduce) continue;
-    step.gradients->arm(instruction.stage->program().consumed);
+    gradients_->arm(instruction.stage->program().consumed);
   }
   for (Observer* observer : step.observers) observer->on_step_begin();
 }
@@ -304,8 +309,7 @@ StepResults Executor::run(const Step& step) {
 
 void Executor::execute(const Instruction& instruction, const Step& step, StepResults& results) {
   if (instruction.waits) hand_over();
-  for (const auto& [stage, microbatch] : instruction.prefetches) stage->prefetch(microbatch);
-  if (instruction.action.is_compute()) {
+  if (instruction.action.reads_parameters()) {
     for (const size_t shard : instruction.shards) parameters_->wait(shard);
   }
   switch (instruction.action.kind) {
@@ -326,7 +330,22 @@ void Executor::execute(const Instruction& instruction, const Step& step, StepRes
       receive(instruction);
       break;
     case Action::Kind::kReduce:
-      step.gradients->complete(instruction.stage->program().consumed);
+      gradients_->complete(instruction.stage->program().consumed);
+      break;
+    case Action::Kind::kRecall:
+      instruction.stage->state(instruction.action.microbatch).prefetch();
+      break;
+    case Action::Kind::kSendCopy:
+      instruction.copies->send(*pool_->group(), schedule_.rank_of(instruction.action.peer),
+                               step.unwritten);
+      break;
+    case Action::Kind::kRecvCopy:
+      instruction.copies->receive(*pool_->group(), schedule_.rank_of(instruction.action.peer),
+                                  step.unwritten);
+      break;
+    case Action::Kind::kOutputs:
+      instruction.outputs->share(*pool_->group(), schedule_.rank_of(instruction.action.stage),
+                                 results);
       break;
     case Action::Kind::kUnshard:
       for (const size_t shard : instruction.shards) parameters_->gather(shard);
@@ -371,20 +390,20 @@ void Executor::receive(const Instruction& instruction) {
 
 /// Gives the stage the constants and the record of a microbatch.
 void Executor::prepare(Stage& stage, int microbatch, const Step& step) {
-  const bool is_one_for_all = step.constants.size() == 1;
-  if (!step.constants.empty() && (microbatch == 0 || !is_one_for_all)) {
-    stage.apply(step.constants[microbatch], step.contents[microbatch]);
+  const Microbatch& operands = step.microbatches[microbatch];
+  if (!operands.constants.empty() || !operands.contents.empty()) {
+    stage.apply(operands.constants, operands.contents);
   }
   if (step.records == nullptr) return;
   const auto record = step.records->find({stage.index(), microbatch});
-  if (record != step.records->end()) stage.record(microbatch, &record->second);
+  if (record != step.records->end()) stage.state(microbatch).record = &record->second;
 }
 
 void Executor::forward(const Instruction& instruction, const Step& step, StepResults& results) {
   Stage& stage = *instruction.stage;
   const int microbatch = instruction.action.microbatch;
-  const auto& inputs = step.inputs[microbatch];
-  const graph::RandomKey& key = step.keys[microbatch];
+  const auto& inputs = step.microbatches[microbatch].inputs;
+  const graph::RandomKey& key = step.microbatches[microbatch].key;
   const bool is_launched =
       device_graphs_ && device_graphs_->forward(instruction.action, inputs, key, results);
   if (!is_launched) {
@@ -397,8 +416,8 @@ void Executor::backward(const Instruction& instruction, const Step& step) {
   const Action& action = instruction.action;
   const bool is_launched =
       device_graphs_ &&
-      device_graphs_->backward(action, step.keys[action.microbatch], *step.gradients);
-  if (!is_launched) instruction.stage->backward(action, step.gradients);
+      device_graphs_->backward(action, step.microbatches[action.microbatch].key, *gradients_);
+  if (!is_launched) instruction.stage->backward(action, gradients_);
 }
 
 }  // namespace smp::pipeline

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -13,9 +14,11 @@
 #include "core/refusal.h"
 #include "core/status.h"
 #include "dp/sharded_parameters.h"
+#include "pipeline/copies.h"
 #include "pipeline/gradient_sums.h"
 #include "pipeline/message.h"
 #include "pipeline/observer.h"
+#include "pipeline/outputs.h"
 #include "pipeline/schedule.h"
 #include "pipeline/stage.h"
 #include "pipeline/step_device_graphs.h"
@@ -45,8 +48,6 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  /// The edges, which the stages refer to.
-  const std::vector<Edge>& edges() const { return edges_; }
   const Schedule& schedule() const { return schedule_; }
 
   /// Describes this rank's step: its stages, then its actions, a line for each.
@@ -58,37 +59,45 @@ class Executor {
   const std::map<int, std::unique_ptr<Stage>>& stages() const { return stages_; }
   /// The bytes of each action's message, 0 where it has none.
   std::vector<int64_t> message_bytes() const;
-  /// Before each computation tells the stage whose backward is `horizon` computations of this rank
-  /// ahead to bring back its tensors from a store (`Stage::prefetch`). Before the first run.
-  void set_loading_horizon(int horizon) { loading_horizon_ = horizon; }
-
   /// Gathers and frees divided parameters as the schedule says. `shard_of_value`: per value of the
   /// graph the number of the parameter in `parameters`, if it is one. `regions`: as for
-  /// `Stage::set_regions`. After the stages, and before the first run.
+  /// `Stage`. After the stages, and before the first run.
   void use_shards(std::shared_ptr<dp::ShardedParameters> parameters,
                   std::vector<std::optional<size_t>> shard_of_value,
                   const std::vector<int>& regions);
+
+  /// Copies tensors and gives outputs to all ranks where the schedule says so (frame.h). `table`
+  /// has the tensors of parameters and buffers. After `use_shards`, and before the first run.
+  void use_frame(const graph::Graph& graph, const std::vector<Frame::Copy>& copies,
+                 const graph::TensorTable& table, std::map<int, SharedOutputs> outputs);
+
+  /// Takes the gradients of the parameters whose stages reduce, and outlives this. Before the first
+  /// run, if a stage has a backward.
+  void set_gradients(GradientSums* gradients) { gradients_ = gradients; }
 
   /// Has the stages' computations run as device graphs, see `StepDeviceGraphs`. After the
   /// stages, and before the first run.
   void use_device_graphs(bool required);
 
+  /// The operands of a microbatch.
+  struct Microbatch {
+    std::vector<at::Tensor> inputs;  ///< inputs by graph input
+    graph::RandomKey key;
+    /// Constants and contents that are others from this microbatch on.
+    std::vector<graph::ConstantOverride> constants;
+    std::vector<graph::ContentOverride> contents;
+  };
+
   /// The operands of a step, but for messages.
   struct Step {
-    /// Inputs by graph input, per microbatch.
-    std::vector<std::vector<at::Tensor>> inputs;
-    /// Stream of each microbatch.
-    std::vector<graph::RandomKey> keys;
-    /// Constants and contents from each microbatch on, or one entry for all; empty: those of the
-    /// step before.
-    std::vector<std::vector<graph::ConstantOverride>> constants;
-    std::vector<std::vector<graph::ContentOverride>> contents;
-    /// Takes the gradients of the parameters whose stages reduce; null where none does.
-    GradientSums* gradients = nullptr;
+    std::vector<Microbatch> microbatches;
+    /// Buffers that no step has written: copies of them need not be made anew. Equal on all ranks.
+    std::set<graph::ValueId> unwritten;
     /// See `StepResults`.
     bool keeps_history = false;
     bool keeps_losses = false;
-    /// Records of the microbatches on stages that are recorded, see `Stage::record`; null: none is.
+    /// Records of the microbatches on stages that are recorded, see `StageState::record`; null:
+    /// none is.
     StepRecords* records = nullptr;
     /// Why the step cannot run as device graphs.
     core::Refusal why_no_device_graphs;
@@ -131,8 +140,9 @@ class Executor {
     Message* message = nullptr;  // message of a transfer
     bool waits = false;          // it may, for other ranks
     std::vector<HandOver> hand_overs;
-    std::vector<std::pair<Stage*, int>> prefetches;  // microbatches
-    std::vector<size_t> shards;  // divided parameters that it reads, gathers or frees
+    std::vector<size_t> shards;              // divided parameters that it reads, gathers or frees
+    const CopiedTensors* copies = nullptr;   // tensors of a copy
+    const SharedOutputs* outputs = nullptr;  // outputs that go to all ranks
   };
   /// The divided parameters that a stage's computes read.
   struct Shards {
@@ -145,16 +155,15 @@ class Executor {
   void take_lanes(const graph::Graph& graph, int credit);
   void resolve();
   Instruction resolve(const Action& action);
-  void find_prefetches();
   void find_shards();
   std::vector<size_t> shards_of(const std::vector<graph::ValueId>& parameters) const;
   std::vector<HandOver> hand_overs_of(const Action& action);
   int known_edge(const Action& transfer) const;
-  static Message& message_of(Stage& stage, int microbatch, int edge, bool is_backward);
   void send(const Instruction& instruction);
   void receive(const Instruction& instruction);
   void hand_over();
   static void prepare(Stage& stage, int microbatch, const Step& step);
+  int64_t message_bytes(const Action& action) const;
   void forward(const Instruction& instruction, const Step& step, StepResults& results);
   void backward(const Instruction& instruction, const Step& step);
 
@@ -168,8 +177,10 @@ class Executor {
   std::map<std::pair<int, bool>, Channel> channels_;  // channels by edge and direction
   std::vector<Instruction> program_;
   std::optional<Outgoing> outgoing_;
-  int loading_horizon_ = 0;                            // 0: nothing is in a store
-  std::shared_ptr<dp::ShardedParameters> parameters_;  // null: none is divided
+  GradientSums* gradients_ = nullptr;
+  std::map<std::pair<int, int>, CopiedTensors> copies_;  // copies by owner and reader
+  std::map<int, SharedOutputs> outputs_;                 // outputs by stage
+  std::shared_ptr<dp::ShardedParameters> parameters_;    // null: none is divided
   std::vector<std::optional<size_t>> shard_of_value_;
   std::map<int, Shards> shards_;  // shards by stage
 };

@@ -81,16 +81,16 @@ bool is_one_function(const Graph& graph, const Operator& op) {
 /// with all rows of the input, or with states, of which there are as many.
 bool is_recurrent(const Graph& graph, const Operator& op) {
   static const std::set<std::string> names = {
-      "aten::gru",      "aten::gru_cell",      "aten::lstm",         "aten::rnn_relu",
-      "aten::rnn_tanh", "aten::rnn_relu_cell", "aten::rnn_tanh_cell"};
+      "aten::gru",      "aten::gru_cell", "aten::lstm",          "aten::lstm_cell",
+      "aten::rnn_relu", "aten::rnn_tanh", "aten::rnn_relu_cell", "aten::rnn_tanh_cell"};
   return names.count(op.handle.schema().name()) > 0 && !is_one_function(graph, op) &&
          graph.values[op.arguments[0].values[0]].meta.device.is_cpu();
 }
 
 /// The facts of a graph that do not depend on its stages.
-class GraphFacts {
+class GradientFacts {
  public:
-  explicit GraphFacts(const Graph& graph)
+  explicit GradientFacts(const Graph& graph)
       : aliases(graph), casts(graph::weights_to_cast(graph)), flow_(graph) {
     find_gradients(graph);
   }
@@ -129,7 +129,7 @@ class GraphFacts {
 class WeightHalf {
  public:
   WeightHalf(const Graph& graph, const partitioner::Plan& plan, const std::vector<Edge>& edges,
-             const GraphFacts& facts, int stage)
+             const GradientFacts& facts, int stage)
       : graph_(graph), plan_(plan), facts_(facts), stage_(stage) {
     for (const Edge& edge : edges) {
       if (edge.to != stage) continue;
@@ -196,16 +196,26 @@ class WeightHalf {
     }
   }
 
-  /// Keeps of each product the factor of the weight, and the gradient of the result.
+  /// Keeps of each product the factor of the weight, and the gradient of the result. The factors of
+  /// a cell are its arguments, and where it adds up both products, they have one gradient.
   void keep_products(const Operator& op, const std::vector<ValueId>& weights) {
+    const std::string& name = op.handle.schema().name();
+    const bool is_cell = name.find("_cell") != std::string::npos;
+    const bool adds_up = is_cell && name != "aten::gru_cell";
     const graph::TensorMeta& input = graph_.values[op.arguments[0].values[0]].meta;
     const int64_t rows = input.numel() / input.sizes.back();
+    int64_t gradients = 0;
     for (const ValueId id : weights) {
       const graph::TensorMeta& weight = graph_.values[id].meta;
       if (weight.sizes.size() != 2) continue;
       const auto bytes = rows * static_cast<int64_t>(c10::elementSize(weight.dtype));
-      hidden_ += bytes * weight.sizes[1];
-      hidden_gradients_ += bytes * weight.sizes[0];
+      if (!is_cell) hidden_ += bytes * weight.sizes[1];
+      const int64_t gradient = bytes * weight.sizes[0];
+      gradients = adds_up ? std::max(gradients, gradient) : gradients + gradient;
+    }
+    hidden_gradients_ += gradients;
+    for (const size_t position : {0, 1}) {
+      if (is_cell) keep_storage(op.arguments[position].values[0]);
     }
   }
 
@@ -242,7 +252,7 @@ class WeightHalf {
 
   const Graph& graph_;
   const partitioner::Plan& plan_;
-  const GraphFacts& facts_;
+  const GradientFacts& facts_;
   const int stage_;
   std::set<ValueId> leads_to_input_;  // values from which a gradient goes to another stage
   std::set<ValueId> gradients_;       // one for each memory
@@ -255,7 +265,7 @@ class WeightHalf {
 
 std::vector<KeptForWeights> kept_for_weights(const Graph& graph, const partitioner::Plan& plan,
                                              const std::vector<Edge>& edges) {
-  const GraphFacts facts(graph);
+  const GradientFacts facts(graph);
   std::vector<KeptForWeights> kept;
   for (int stage = 0; stage < plan.stages(); ++stage) {
     kept.push_back(WeightHalf(graph, plan, edges, facts, stage).kept());

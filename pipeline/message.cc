@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "core/check.h"
+#include "graph/content.h"
 #include "graph/memory_layout.h"
 #include "pipeline/copy_stream.h"
 
@@ -26,12 +27,14 @@ constexpr int64_t kFirstStride = 2;
 enum Content : int64_t {
   kNoTensor,
   kElements,
-  kZeros,  ///< a tensor without memory that backward passes make where a gradient is zero
+  kNumber,  ///< elements of a number that libtorch has wrapped, which decides no type
+  kZeros,   ///< a tensor without memory that backward passes make where a gradient is zero
 };
 
 Content content_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return kNoTensor;
-  return tensor._is_zerotensor() ? kZeros : kElements;
+  if (tensor._is_zerotensor()) return kZeros;
+  return graph::is_wrapped_number(tensor) ? kNumber : kElements;
 }
 
 int64_t round_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -217,7 +220,7 @@ std::optional<c10::Event> MessageLayout::begin_pack(const std::vector<at::Tensor
                               tensor.scalar_type() == metas_[i].dtype,
                           "a tensor of ", tensor.sizes(), " ", tensor.scalar_type(),
                           " where the graph has ", metas_[i].to_string());
-      if (words[0] == kElements) copy_in(i, tensor, elements, words + 1);
+      if (words[0] != kZeros) copy_in(i, tensor, elements, words + 1);
     }
   };
   if (crosses(elements)) return copy_stream().to_host(copy_all);
@@ -255,6 +258,7 @@ void MessageLayout::unpack(const at::Tensor& message, std::vector<at::Tensor>& t
           break;
         default:
           tensors.push_back(slot_of(i, elements, words[1]).with_strides(strides));
+          if (words[0] == kNumber) tensors.back().unsafeGetTensorImpl()->set_wrapped_number(true);
       }
     }
   };

@@ -16,9 +16,9 @@ namespace smp::pipeline {
 class CopyStream;
 
 /// The tensors of one transfer as one message: a header that tells for each tensor whether it is
-/// defined, how it lies and its strides, then the elements of each in the order of memory, as far
-/// from a multiple of 64 bytes as they were. Received tensors lie on the message's own memory;
-/// nothing is copied out, but for those whose strides leave gaps or overlap.
+/// defined or a wrapped number, how it lies and its strides, then the elements of each in the order
+/// of memory, as far from a multiple of 64 bytes as they were. Received tensors lie on the
+/// message's own memory; nothing is copied out, but for those whose strides leave gaps or overlap.
 ///
 /// The length follows from sizes and dtypes alone, so that a receive can be posted ahead. Strides
 /// and the distance travel because kernels may round differently on another layout of the same

@@ -194,6 +194,17 @@ size_t edge_of(const Action& transfer, const std::vector<StageEdge>& edges) {
   return static_cast<size_t>(found - edges.begin());
 }
 
+std::vector<Action> inserted(const std::vector<Action>& actions,
+                             const std::multimap<size_t, Action>& others) {
+  std::vector<Action> result;
+  for (size_t i = 0; i <= actions.size(); ++i) {
+    const auto [first, last] = others.equal_range(i);
+    for (auto entry = first; entry != last; ++entry) result.push_back(entry->second);
+    if (i < actions.size()) result.push_back(actions[i]);
+  }
+  return result;
+}
+
 Schedule::Schedule(int ranks, int microbatches, std::vector<int> rank_of_stage, bool has_backward)
     : Schedule(ranks, microbatches, rank_of_stage,
                std::vector<bool>(rank_of_stage.size(), has_backward)) {}

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,6 +30,11 @@ void check_edges(const std::vector<StageEdge>& edges, int stages);
 
 /// The index of the edge that a transfer goes over, whichever way; `edges.size()` if there is none.
 size_t edge_of(const Action& transfer, const std::vector<StageEdge>& edges);
+
+/// The actions of a rank, with others inserted before those at their positions or, at their number,
+/// behind them all.
+std::vector<Action> inserted(const std::vector<Action>& actions,
+                             const std::multimap<size_t, Action>& others);
 
 /// The actions of each rank of a pipeline in one step, in order. Pure data: equal on all ranks,
 /// printable, parsable. Whether it makes sense is for `verify` to say.

@@ -244,7 +244,15 @@ Schedule load_schedule(const std::string& path) {
                  core::printable(path), "\". Rename the file.");
   const auto text = core::read_file(path, "the schedule");
   if (ending == ".csv") return schedule_from_csv(text, path);
-  return ending == ".json" ? schedule_from_json(text, path) : parse_schedule(text);
+  Schedule schedule = ending == ".json" ? schedule_from_json(text, path) : parse_schedule(text);
+  for (const auto& actions : schedule.lists()) {
+    for (const Action& action : actions) {
+      SMP_CHECK_WITH(ConfigError, !action.is_added(), "cannot read the schedule: ", path,
+                     ": expected computes, transfers and reduces, got ", to_string(action),
+                     ". Leave it out: such actions follow from the program.");
+    }
+  }
+  return schedule;
 }
 
 }  // namespace smp::pipeline

@@ -29,7 +29,8 @@ Schedule schedule_from_json(const std::string& text, const std::string& source_n
 bool is_compute_order(const Schedule& schedule);
 
 /// Reads the form that the name ends in: .csv, .json, or the text form for .txt. Throws
-/// `smp::ConfigError` for another ending, and the errors of the forms above.
+/// `smp::ConfigError` for another ending and for actions that are added to a lowered schedule, and
+/// the errors of the forms above.
 Schedule load_schedule(const std::string& path);
 
 }  // namespace smp::pipeline

@@ -104,8 +104,7 @@ std::vector<Message*> StageDeviceGraphs::messages(const Action& action, bool arr
   const bool from_before = arriving != action.is_backward();
   for (int edge : program.own_edges) {
     if ((program.edges[edge].to == program.index) != from_before) continue;
-    messages.push_back(action.is_backward() ? &stage_.gradients(action.microbatch, edge)
-                                            : &stage_.values(action.microbatch, edge));
+    messages.push_back(&stage_.message(action.microbatch, edge, action.is_backward()));
   }
   return messages;
 }
@@ -116,10 +115,9 @@ void StageDeviceGraphs::note(const Action& action, const Inputs& inputs) {
   if (!action.is_backward()) {
     inputs_.clear();
     input_count_ = inputs.size();
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!stage_.program().reads_input(i)) continue;
-      inputs_.push_back(i);
-      computation.inputs.emplace_back(inputs[i]);
+    for (const auto& input : stage_.program().inputs) {
+      inputs_.push_back(input.position);
+      computation.inputs.emplace_back(inputs[input.position]);
     }
   }
   for (const Message* message : arriving(action)) {

@@ -9,13 +9,11 @@
 #include <utility>
 
 #include "core/check.h"
-#include "graph/late_writes.h"
 #include "graph/leaf.h"
 #include "graph/operator_traits.h"
 #include "graph/replay.h"
 #include "graph/requires_grad.h"
 #include "graph/visit.h"
-#include "graph/weight_fusion.h"
 
 namespace smp::pipeline {
 
@@ -63,18 +61,15 @@ bool keeps_no_weight(const graph::Graph& graph, const graph::Operator& op, Value
 
 }  // namespace
 
-StageProgram::StageProgram(const graph::Graph& graph, const partitioner::Plan& plan,
-                           const std::vector<Edge>& edges, int index)
-    : graph(graph),
-      edges(edges),
+StageProgram::StageProgram(const PartitionedGraph& partitioned, int index)
+    : facts(partitioned.facts),
+      graph(facts.graph),
+      edges(partitioned.edges),
       index(index),
-      has_backward(backward_of_stage(graph, plan, edges)[index]),
-      aliases(graph),
-      uses(graph::uses_of_storages(graph)),
-      separated_(graph::sets_to_separate(graph)) {
-  find_operators(plan);
+      has_backward(partitioned.has_backward[index]) {
+  find_operators(partitioned.plan);
   find_kept();
-  find_reads(plan);
+  find_reads(partitioned.plan);
   find_edges();
   find_consumed();
 }
@@ -87,6 +82,7 @@ void StageProgram::find_operators(const partitioner::Plan& plan) {
     if (again.stage == index) operators.push_back(again.operator_index);
   }
   std::sort(operators.begin(), operators.end());
+  for (int operator_index : operators) calls_foreign |= is_foreign(graph.operators[operator_index]);
   for (size_t i = 0; i < graph.roots.size(); ++i) {
     if (plan.stage_of_root[i] == index) roots.push_back(graph.roots[i]);
   }
@@ -123,11 +119,11 @@ void StageProgram::find_kept() {
 }
 
 bool StageProgram::on_shared_memory(ValueId value) const {
-  return aliases.of(value).outlives_run();
+  return facts.aliases.of(value).outlives_run();
 }
 
 bool StageProgram::writes(ValueId value) const {
-  const auto& writers = aliases.of(value).writers;
+  const auto& writers = facts.aliases.of(value).writers;
   return std::any_of(writers.begin(), writers.end(), [this](int index) {
     return std::binary_search(operators.begin(), operators.end(), index);
   });
@@ -154,8 +150,8 @@ bool StageProgram::backward_may_need(ValueId value) const {
 /// See `Parameter::copied`.
 bool StageProgram::is_copied(ValueId value) const {
   if (!graph.trains() || !writes(value)) return false;
-  const bool separate = separated_[graph.values[value].alias_set] != graph::kNeverSeparated;
-  return separate || backward_may_need(value);
+  const int separated = facts.separated[graph.values[value].alias_set];
+  return separated != graph::kNeverSeparated || backward_may_need(value);
 }
 
 void StageProgram::find_reads(const partitioner::Plan& plan) {
@@ -201,6 +197,9 @@ int StageProgram::sink_of(ValueId value) const {
 }
 
 void StageProgram::find_edges() {
+  for (const Parameter& parameter : parameters) entered.push_back(parameter.value);
+  for (const Input& input : inputs) entered.push_back(input.value);
+  for (const Content& content : contents) entered.push_back(content.value);
   for (size_t i = 0; i < edges.size(); ++i) {
     const Edge& edge = edges[i];
     if (edge.from != index && edge.to != index) continue;
@@ -208,10 +207,6 @@ void StageProgram::find_edges() {
     own_edges.push_back(static_cast<int>(i));
     edge.to == index ? find_incoming(edge, place) : find_outgoing(edge, place);
   }
-  entered = kept;
-  for (const Input& input : inputs) entered.push_back(input.value);
-  for (const Content& content : contents) entered.push_back(content.value);
-  for (const Parameter& parameter : parameters) entered.push_back(parameter.value);
 }
 
 void StageProgram::find_incoming(const Edge& edge, size_t place) {
@@ -274,13 +269,7 @@ std::vector<int> StageProgram::random_ordinals() const {
 }
 
 std::vector<ValueId> StageProgram::given() const {
-  std::vector<ValueId> values;
-  for (const Parameter& parameter : parameters) values.push_back(parameter.value);
-  for (const Input& input : inputs) values.push_back(input.value);
-  for (const Content& content : contents) values.push_back(content.value);
-  for (const Incoming& in : incoming) {
-    for (const Entry& entry : in.values) values.push_back(entry.value);
-  }
+  std::vector<ValueId> values = entered;
   if (!has_backward) return values;
   for (const Outgoing& out : outgoing) {
     values.insert(values.end(), out.gradients.begin(), out.gradients.end());
@@ -316,7 +305,7 @@ core::Refusal StageProgram::why_not_again() const {
 std::vector<ValueId> StageProgram::parameters_under(const std::set<ValueId>& values) const {
   std::set<ValueId> result;
   for (ValueId id : values) {
-    const ValueId base = id == kUndefined ? kUndefined : aliases.of(id).base;
+    const ValueId base = id == kUndefined ? kUndefined : facts.aliases.of(id).base;
     if (base != kUndefined && graph.values[base].kind == ValueKind::kParameter) result.insert(base);
   }
   return {result.begin(), result.end()};
@@ -343,12 +332,6 @@ std::vector<ValueId> StageProgram::read_in_backward(const std::vector<int>& regi
     });
   }
   return parameters_under(values);
-}
-
-bool StageProgram::calls_foreign() const {
-  return std::any_of(operators.begin(), operators.end(), [this](int operator_index) {
-    return is_foreign(graph.operators[operator_index]);
-  });
 }
 
 core::Refusal StageProgram::why_no_device_graphs() const {

@@ -7,12 +7,28 @@
 #include <vector>
 
 #include "core/refusal.h"
-#include "graph/alias_analysis.h"
 #include "graph/graph.h"
+#include "graph/graph_facts.h"
 #include "partitioner/plan.h"
 #include "pipeline/edges.h"
 
 namespace smp::pipeline {
+
+/// A graph that a plan divides into stages, with all that is found once for all of them. Refers to
+/// what it is made of.
+struct PartitionedGraph {
+  PartitionedGraph(const graph::Graph& graph, const partitioner::Plan& plan,
+                   const std::vector<Edge>& edges)
+      : plan(plan),
+        edges(edges),
+        facts(graph),
+        has_backward(backward_of_stage(graph, plan, edges)) {}
+
+  const partitioner::Plan& plan;
+  const std::vector<Edge>& edges;
+  const graph::GraphFacts facts;
+  const std::vector<bool> has_backward;  ///< one for each stage
+};
 
 /// The part of a graph that is one stage's, as it is for all microbatches: its operators, the
 /// values that enter and leave it, and the gradients that its backward brings. A pure value.
@@ -61,9 +77,8 @@ struct StageProgram {
     bool written;  ///< whether an operator of this stage writes it: every microbatch gets a copy
   };
 
-  /// `graph` and `edges` must outlive it.
-  StageProgram(const graph::Graph& graph, const partitioner::Plan& plan,
-               const std::vector<Edge>& edges, int index);
+  /// `partitioned` outlives it, and the programs of all its stages share it.
+  StageProgram(const PartitionedGraph& partitioned, int index);
 
   /// Describes its inputs, the values that enter and leave it over edges, and the targets of
   /// gradients: a line for each.
@@ -88,21 +103,20 @@ struct StageProgram {
   std::vector<graph::ValueId> read_in_forward() const;
   std::vector<graph::ValueId> read_in_backward(const std::vector<int>& regions) const;
 
-  /// Whether operators may have the host do more than give the device work: those that are not
-  /// libtorch's own (leaves, divided layers).
-  bool calls_foreign() const;
   /// Why its operators cannot be captured as device graphs, as far as is known.
   core::Refusal why_no_device_graphs() const;
   /// Why `Stage::run_again` cannot run this stage.
   core::Refusal why_not_again() const;
 
+  const graph::GraphFacts& facts;
   const graph::Graph& graph;
   const std::vector<Edge>& edges;
   const int index;
   const bool has_backward;  ///< see `backward_of_stage`
-  const graph::AliasAnalysis aliases;
-  const std::vector<int> uses;  ///< see graph::uses_of_storages
   std::vector<int> operators;
+  /// Whether some may have the host do more than give the device work, and wait for other ranks:
+  /// those that are not libtorch's own (leaves, divided layers).
+  bool calls_foreign = false;
   std::vector<graph::BackwardRoot> roots;  ///< those that start on this stage
   std::vector<int> returned;               ///< positions of the graph's outputs complete here
   std::set<int> copied;                    ///< those of them that others go on writing
@@ -116,7 +130,7 @@ struct StageProgram {
   std::vector<graph::ValueId> consumed;  ///< parameters whose gradients its backwards give
   std::vector<int> input_sinks;          ///< sinks of earlier stages' values
   int sinks = 0;                         ///< how many gradients a backward brings
-  std::vector<graph::ValueId> entered;   ///< values that are in the environment after a forward
+  std::vector<graph::ValueId> entered;   ///< values that come from outside
 
  private:
   std::vector<graph::ValueId> parameters_under(const std::set<graph::ValueId>& values) const;
@@ -130,8 +144,6 @@ struct StageProgram {
   void find_outgoing(const Edge& edge, size_t place);
   void find_consumed();
   int sink_of(graph::ValueId value) const;
-
-  const std::vector<int> separated_;  // see graph::sets_to_separate
 };
 
 }  // namespace smp::pipeline

@@ -8,7 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include "graph/replay.h"
+
 namespace smp::pipeline {
+
+struct StageProgram;
+struct StageState;
+struct StageTensors;
 
 /// A hash of one tensor that a stage computes for a microbatch (`graph::hash_content`).
 struct TensorHash {
@@ -45,5 +51,19 @@ struct StageRecord {
 
 /// The records of a rank's stages in a step: by stage and microbatch.
 using StepRecords = std::map<std::pair<int, int>, StageRecord>;
+
+// Each of these adds to the record of a microbatch, if it has one.
+
+/// All that it was given, when that is in the environment and no operator has run.
+void record_given(const StageProgram& program, const StageTensors& tensors, StageState& state);
+/// The gradients that it was given, before they are moved.
+void record_given_gradients(const StageProgram& program, StageState& state);
+/// Shows the results of its operators to the record. Null: it has none.
+graph::ResultObserver result_observer(const StageProgram& program, StageState& state);
+/// The buffers that it has written.
+void record_buffers(const StageProgram& program, const StageTensors& tensors, StageState& state);
+void record_gradient(graph::ValueId parameter, const at::Tensor& gradient, const StageState& state);
+/// The gradients that go back, when they are in their messages.
+void record_gradients(const StageProgram& program, const StageState& state);
 
 }  // namespace smp::pipeline

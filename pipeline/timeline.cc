@@ -130,8 +130,8 @@ const Lane* predicted_lane(const Timeline& timeline, int rank) {
 }
 
 /// The groups of actions that get a column, in this order.
-constexpr std::string_view kColumns[] = {"forward", "backward", "inputs", "weights",
-                                         "send",    "reduce",   "wait"};
+constexpr std::string_view kColumns[] = {"forward", "backward", "inputs",  "weights", "send",
+                                         "reduce",  "recall",   "unshard", "reshard", "wait"};
 
 /// The columns with anything in them.
 std::vector<std::string_view> used_columns(const StepTimeline& step) {
@@ -275,7 +275,7 @@ ClockOffset clock_offset(const std::vector<ClockSample>& samples) {
 double Lane::busy() const {
   double sum = 0;
   for (const TimedAction& timed : actions) {
-    if (!timed.action.is_recv()) sum += timed.end - timed.start;
+    if (group_of(timed.action) != "wait") sum += timed.end - timed.start;
   }
   return sum;
 }
@@ -481,6 +481,15 @@ std::string describe(const Action& action) {
       return transfer("waits for gradients", "from");
     case Kind::kReduce:
       return fmt::format("reduction of the gradients of stage {}", action.stage);
+    case Kind::kRecall:
+      return mine("recall from the store");
+    case Kind::kSendCopy:
+      return fmt::format("stage {} sends what it owns and stage {} reads", action.stage,
+                         action.peer);
+    case Kind::kRecvCopy:
+      return fmt::format("stage {} takes what stage {} owns", action.stage, action.peer);
+    case Kind::kOutputs:
+      return fmt::format("outputs of stage {}", action.stage);
     case Kind::kUnshard:
       return fmt::format("begins to gather the parameters of stage {}", action.stage);
     case Kind::kReshard:

@@ -70,13 +70,7 @@ std::vector<Action> unsharding_list(const std::vector<Action>& actions,
                                        : end_of(actions, spans[i - 1].last);
     added.emplace(position, unshard_of(spans[i].stage));
   }
-  std::vector<Action> result;
-  for (size_t i = 0; i <= actions.size(); ++i) {
-    const auto [first, last] = added.equal_range(i);
-    for (auto entry = first; entry != last; ++entry) result.push_back(entry->second);
-    if (i < actions.size()) result.push_back(actions[i]);
-  }
-  return result;
+  return inserted(actions, added);
 }
 
 }  // namespace

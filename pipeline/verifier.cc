@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "pipeline/frame.h"
 #include "pipeline/walk.h"
 
 namespace smp::pipeline {
@@ -39,7 +40,7 @@ class ScheduleVerifier {
       for (size_t i = 0; i < actions.size(); ++i) {
         const auto reason = malformed(rank, actions[i]);
         SMP_CHECK(reason.empty(), at(rank, i), reason);
-        if (actions[i].repeats()) continue;
+        if (actions[i].is_added()) continue;
         auto& position = positions_[index_of(actions[i])];
         SMP_CHECK(position == kNone, at(rank, i), "it was already done at action ", position,
                   ". Every action of a step happens exactly once.");
@@ -120,7 +121,7 @@ class ScheduleVerifier {
     if (!is_stage(stage)) {
       return c10::str("there is no stage ", stage, ", expected 0 to ", stages() - 1, ".");
     }
-    if (schedule_.rank_of(stage) != rank) {
+    if (schedule_.rank_of(stage) != rank && action.kind != Kind::kOutputs) {
       return c10::str("stage ", stage, " belongs to rank ", schedule_.rank_of(stage),
                       ". Move the action there.");
     }
@@ -129,11 +130,16 @@ class ScheduleVerifier {
       return c10::str("there is no microbatch ", action.microbatch, ", expected 0 to ",
                       microbatches() - 1, ".");
     }
-    if ((action.is_backward() || action.kind == Kind::kReduce) && !schedule_.has_backward(stage)) {
+    const bool is_of_backward =
+        action.is_backward() || action.kind == Kind::kReduce || action.kind == Kind::kRecall;
+    if (is_of_backward && !schedule_.has_backward(stage)) {
       return schedule_.has_backward()
                  ? c10::str("stage ", stage,
                             " has no backward, expected its forwards and their transfers only.")
                  : "the schedule says backward=no, expected forwards and their transfers only.";
+    }
+    if (action.is_copy() && (!is_stage(action.peer) || schedule_.rank_of(action.peer) == rank)) {
+      return c10::str("stage ", action.peer, " is not on another rank, expected one that is.");
     }
     return action.is_transfer() ? malformed_transfer(action) : "";
   }
@@ -288,6 +294,11 @@ class ScheduleVerifier {
       case Kind::kRecvBackward:
         require_in_order(action, require);
         break;  // Its send is on another rank: the walk's business.
+      case Kind::kRecall:
+      case Kind::kSendCopy:
+      case Kind::kRecvCopy:
+      case Kind::kOutputs:
+        break;  // see `verify_frame`
       case Kind::kUnshard:
       case Kind::kReshard:
         break;  // see `verify_unsharding`
@@ -394,6 +405,7 @@ void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,
   verifier.check_actions();
   verifier.check_complete();
   verifier.check_order(options.active_microbatches());
+  verify_frame(schedule);
   if (!options.memory_limit().empty()) {
     const auto costs = options.costs().filled(schedule.rank_of_stage().size(), edges.size());
     verifier.check_memory(costs, options.memory_limit());

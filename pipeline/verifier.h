@@ -26,9 +26,10 @@ struct VerifyOptions {
 /// `smp::Error` that names the first rank, position (from 0) and action at fault unless:
 ///
 /// - every action is about stages, microbatches and edges that exist, on the rank of its stage;
-/// - every forward, backward, send, receive and reduce happens exactly once (those that gather and
-///   free parameters are for `verify_unsharding`); each backward is
+/// - every forward, backward, send, receive and reduce happens exactly once; each backward is
 ///   either whole (B) or split into two halves (I, and later W);
+/// - copies, recalls and outputs are where `verify_frame` wants them (those that gather and free
+///   parameters are for `verify_unsharding`);
 /// - on each stage forwards, input gradients (B or I) and weight gradients (B or W) go in
 ///   ascending microbatch order, and so do the sends and the receives of each channel;
 /// - a forward comes before its backward, a receive before its use, a send after its maker,

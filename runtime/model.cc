@@ -10,7 +10,7 @@
 #include "core/check.h"
 #include "dp/gradient_buckets.h"
 #include "dp/local_gradients.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "runtime/precision.h"
 #include "smp/nn/split_module.h"
 
@@ -130,15 +130,15 @@ int64_t Model::bucket_bytes() const {
   return static_cast<int64_t>((own > 0 ? own : runtime_->config().bucket_cap_mb()) * (1 << 20));
 }
 
-std::shared_ptr<dp::ParameterSlices> Model::slices() {
-  if (slices_ != nullptr || !partitioned() || !runtime_->shards_optimizer_state()) return slices_;
+std::shared_ptr<dp::ParameterPieces> Model::pieces() {
+  if (pieces_ != nullptr || !partitioned() || !runtime_->shards_optimizer_state()) return pieces_;
   auto trained = trained_parameters();
   std::vector<std::string> names;
   for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().at(tensor).name);
-  slices_ = std::make_shared<dp::ParameterSlices>(std::move(trained), std::move(names),
+  pieces_ = std::make_shared<dp::ParameterPieces>(std::move(trained), std::move(names),
                                                   runtime_->replicas(), bucket_bytes());
-  runtime_->table().set_slices(slices_, runtime_->topology().pieces(), /*are_shards=*/false);
-  return slices_;
+  runtime_->table().set_pieces(pieces_, runtime_->topology().pieces(), /*are_shards=*/false);
+  return pieces_;
 }
 
 std::shared_ptr<dp::WholeGradients> Model::gradients(const std::vector<at::Tensor>& parameters,
@@ -163,7 +163,7 @@ std::shared_ptr<dp::WholeGradients> Model::gradients(const std::vector<at::Tenso
 
 std::shared_ptr<dp::WholeGradients> Model::make_gradients(const std::vector<at::Tensor>& parameters,
                                                           const dp::BucketOptions& options) {
-  if (const auto divided = slices()) return std::make_shared<dp::GradientBuckets>(divided, options);
+  if (const auto divided = pieces()) return std::make_shared<dp::GradientBuckets>(divided, options);
   std::vector<std::string> names;
   for (const at::Tensor& tensor : parameters) names.push_back(runtime_->table().at(tensor).name);
   const comm::CommunicatorPtr replicas = runtime_->replicas();

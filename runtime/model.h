@@ -82,7 +82,7 @@ class Model {
   int64_t bucket_bytes() const;
   /// How those that are trained at first are divided among the replicas; null before partitioning,
   /// and without `shard_optimizer_state`.
-  std::shared_ptr<dp::ParameterSlices> slices();
+  std::shared_ptr<dp::ParameterPieces> pieces();
   /// The sums of the gradients of these of its parameters. All programs that sum alike share it,
   /// one after the other: a program of another batch size needs no memory for gradients.
   std::shared_ptr<dp::WholeGradients> gradients(const std::vector<at::Tensor>& parameters,
@@ -114,7 +114,7 @@ class Model {
   std::optional<at::ScalarType> half_;
   std::shared_ptr<Hooks> post_partition_ = std::make_shared<Hooks>();
   std::shared_ptr<Hooks> post_step_ = std::make_shared<Hooks>();
-  std::shared_ptr<dp::ParameterSlices> slices_;
+  std::shared_ptr<dp::ParameterPieces> pieces_;
   std::vector<SharedGradients> shared_gradients_;
   CommHook comm_hook_;
   std::string report_;

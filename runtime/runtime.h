@@ -116,9 +116,7 @@ class Runtime : public Job {
   std::shared_ptr<ReplicaJoin> replica_join;
 
   /// Whether this rank has the parameter or buffer: as its owner, or as all before partitioning.
-  bool owns(const ParameterTable::Entry& entry) const {
-    return !entry.owner || *entry.owner == rank_in(CommGroup::kPp);
-  }
+  bool owns(const ParameterTable::Entry& entry) const { return entry.sharding.is_on(rank()); }
   bool owns(const std::string& name) const { return owns(table_.at(name)); }
 
   /// The configuration's `gradient_shards`, else the loaded checkpoint's, else the number of

@@ -132,16 +132,16 @@ void end_process_session() {
 /// Ends the rank with the others; an error on the way is left for the launcher. `call` as errors
 /// have it.
 void end_world(const char* call) {
-  const int rank = Runtime::exists() ? Runtime::get().rank() : 0;
-  if (Runtime::exists()) Runtime::get().checkpoint_context->end();
+  const auto world = Runtime::exists() ? Runtime::get().world() : nullptr;
+  if (world != nullptr) Runtime::get().checkpoint_context->end();
   const LastStatus status;
   const core::CallScope here(call, "smp::shutdown", "smp::shutdown");
   Runtime::set_for_process(nullptr);
-  comm::let_go_of_devices();
   try {
+    if (world != nullptr) world->world_end()->let_go();
     comm::finalize_world();
   } catch (const std::exception& error) {
-    core::record_failure(rank, error);
+    core::record_failure(world == nullptr ? 0 : world->rank(), error);
     throw;
   }
 }

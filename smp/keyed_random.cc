@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "smp/keyed_random.h"
 
-#include "graph/random.h"
+#include "graph/keyed_random.h"
 #include "runtime/step_functions.h"
 
 namespace smp {

@@ -84,7 +84,7 @@ Placement get_partition(const at::Tensor& tensor) {
   const auto* entry = runtime.table().find(tensor);
   SMP_CHECK_WITH(UsageError, entry != nullptr, "smp::get_partition: the tensor of shape ",
                  tensor.sizes(), " is no parameter or buffer of a DistributedModel");
-  return {entry->name, *entry->owner, entry->owner_reason};
+  return {entry->name, *entry->owner(), entry->owner_reason};
 }
 
 std::string explain_partition() {

@@ -18,6 +18,7 @@
 #include "comm/transport_communicator.h"
 #include "core/check.h"
 #include "core/env.h"
+#include "core/refusal.h"
 
 namespace smp::comm {
 
@@ -111,10 +112,10 @@ namespace {
 
 /// How ranks could send tensors from device to device, the same on all of them.
 struct Ways {
-  bool all_have_gpus;   ///< each rank has a GPU that NCCL knows
-  bool nccl;            ///< and of its own
-  DeviceIpc* ipc;       ///< null where not
-  std::string problem;  ///< why not, where it might have been
+  bool all_have_gpus;     ///< each rank has a GPU that NCCL knows
+  bool nccl;              ///< and of its own
+  DeviceIpc* ipc;         ///< null where not
+  core::Refusal refusal;  ///< why not, where it might have been
 };
 
 /// The use of memory that devices share, in place of NCCL or of host memory.
@@ -137,10 +138,10 @@ IpcUse wanted_ipc(Communicator& host) {
   return wanted;
 }
 
-std::string why_not_ipc(Communicator& host, DeviceIpc& ipc, at::Device device) {
+core::Refusal why_not_shared(Communicator& host, DeviceIpc& ipc, at::Device device) {
   if (!is_one_host(host)) return "the ranks of the group are on several hosts";
   if (!has_turns(host)) return "the ranks of the group share no memory of their host";
-  return is_one_process(host) ? "" : ipc_problem(host, ipc, device);
+  return is_one_process(host) ? std::nullopt : why_not_ipc(host, ipc, device);
 }
 
 /// Ranks of one host that NCCL does not connect share memory of devices.
@@ -150,8 +151,8 @@ void find_ipc(Communicator& host, at::Device device, Ways& ways) {
   const bool is_nccl_better =
       ways.nccl && (wanted != IpcUse::kAlways || host.device_transport().only_nccl);
   if (ipc == nullptr || is_nccl_better) return;
-  ways.problem = wanted == IpcUse::kNone ? "SMP_DEVICE_IPC=0" : why_not_ipc(host, *ipc, device);
-  if (!ways.problem.empty()) return;
+  ways.refusal = wanted == IpcUse::kNone ? "SMP_DEVICE_IPC=0" : why_not_shared(host, *ipc, device);
+  if (ways.refusal) return;
   ways.ipc = ipc;
   ways.nccl = false;
 }
@@ -174,9 +175,8 @@ std::string route_text(const Communicator& host, at::Device device, const Ways& 
   }
   text += ways.nccl ? "over NCCL, from GPU to GPU: each rank has one of its own"
                     : "through host memory: " + why_not_nccl(device, ways);
-  return ways.problem.empty()
-             ? text
-             : text + "; memory of the device cannot be shared (IPC): " + ways.problem;
+  if (ways.refusal) text += "; memory of the device cannot be shared (IPC): " + *ways.refusal;
+  return text;
 }
 
 }  // namespace

@@ -49,6 +49,7 @@ class DeviceCommunicator : public Communicator {
     host_->set_device_transport(transport);
   }
   DeviceTransport device_transport() const override { return host_->device_transport(); }
+  const std::shared_ptr<WorldEnd>& world_end() const override { return host_->world_end(); }
   void abort(const std::string& reason) noexcept override { host_->abort(reason); }
   std::string abort_text() const override { return host_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override { host_->set_timeout(timeout); }

@@ -242,13 +242,13 @@ std::vector<IpcHandle> handles_in(const std::string& word) {
 }
 
 // The first rank that has failed, and what it said.
-std::string failure_in(const std::vector<std::string>& outcomes, const char* failed_to) {
+core::Refusal failure_in(const std::vector<std::string>& outcomes, const char* failed_to) {
   for (size_t rank = 0; rank < outcomes.size(); ++rank) {
     if (outcomes[rank][0] == kFailed) {
       return c10::str("rank ", rank, " of the group ", failed_to, outcomes[rank].substr(1));
     }
   }
-  return "";
+  return std::nullopt;
 }
 
 // Each rank writes a row of its memory, which all others copy into the same row of theirs. It has a
@@ -351,13 +351,10 @@ Channels open_ipc_channels(const CommunicatorPtr& host, DeviceIpc& ipc,
   return channels;
 }
 
-std::string ipc_problem(Communicator& host, DeviceIpc& ipc, at::Device device) {
+core::Refusal why_not_ipc(Communicator& host, DeviceIpc& ipc, at::Device device) {
   auto trial = std::make_unique<Trial>(host, ipc, device);
   const auto written = all_gather_bytes(host, outcome_of([&] { return trial->write(); }));
-  const std::string problem = failure_in(written, "cannot make memory for others: ");
-  if (!problem.empty()) {
-    return problem;
-  }
+  if (auto refusal = failure_in(written, "cannot make memory for others: ")) return refusal;
   const auto read = all_gather_bytes(host, outcome_of([&] { return trial->read(written); }));
   for (const std::string& outcome : read) {
     if (outcome[0] == kDone && outcome.size() > 1) {

@@ -3,12 +3,12 @@
 
 #include <c10/core/Device.h>
 
-#include <string>
 #include <vector>
 
 #include "comm/channel.h"
 #include "comm/communicator.h"
 #include "comm/device/ipc.h"
+#include "core/refusal.h"
 
 /// Channels between processes of one host, whose elements pass through memory of the sender's
 /// device that both have open (comm/split_channel.h).
@@ -21,13 +21,13 @@
 namespace smp::comm {
 
 /// Opens channels as `Communicator::open_channels` does, over those of `host`, whose ranks can
-/// share memory of their devices (`ipc_problem`).
+/// share memory of their devices (`why_not_ipc`).
 Channels open_ipc_channels(const CommunicatorPtr& host, DeviceIpc& ipc,
                            const std::vector<ChannelSpec>& outgoing,
                            const std::vector<ChannelSpec>& incoming);
 
-/// Why the ranks of a group, each with a device, cannot read each other's memory; empty if they
+/// Why the ranks of a group, each with a device, cannot read each other's memory; nothing if they
 /// can: they have tried. Collective: the same on all ranks.
-std::string ipc_problem(Communicator& host, DeviceIpc& ipc, at::Device device);
+core::Refusal why_not_ipc(Communicator& host, DeviceIpc& ipc, at::Device device);
 
 }  // namespace smp::comm

@@ -121,8 +121,8 @@ class Move {
         step(give(begin, count), [&] { take_sums(begin, count); });
         return;
       }
-      const int64_t piece = (count + size_ - 1) / size_;
-      const auto first = [&](int rank) { return std::min(count, rank * piece); };
+      const int64_t share = (count + size_ - 1) / size_;
+      const auto first = [&](int rank) { return std::min(count, rank * share); };
       const auto length = [&](int rank) { return first(rank + 1) - first(rank); };
       at::Tensor own;
       step(give(begin, count), [&] { own = sums(first(rank_), length(rank_)); });

@@ -33,7 +33,7 @@ struct SlotSizes {
 /// Tensors pass slice by slice, each in a slot (IpcBoard). Reductions add the ranks' parts in rank
 /// order, with the bits of those on the host. An all_reduce of a slice is one step, in which each
 /// rank reads and adds all parts; or, where three ranks or more read less so and the slice is
-/// longer than a small slot, two: each adds a piece, and all read the sums.
+/// longer than a small slot, two: each adds its share, and all read the sums.
 ///
 /// Owned by a communicator and by its outstanding tasks; used by the communicator's thread.
 class IpcCollectives : public std::enable_shared_from_this<IpcCollectives> {

@@ -15,7 +15,6 @@
 #include "comm/device/staging.h"
 #include "comm/device_streams.h"
 #include "comm/nccl/group_pool.h"
-#include "comm/process_end.h"
 #include "comm/transport_communicator.h"
 
 namespace smp::comm {
@@ -111,7 +110,7 @@ class StagedCommunicator final : public DeviceCommunicator {
   DeviceIpc* const ipc_;                    // null: channels go another way
   std::shared_ptr<IpcCollectives> shared_;  // null: through host memory
   std::optional<c10::Stream> side_;         // from the first task on
-  const AtWorldEnd end_{[this] { let_go(); }};
+  const AtWorldEnd end_{*this, [this] { let_go(); }};
 };
 
 }  // namespace

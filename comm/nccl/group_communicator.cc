@@ -20,7 +20,6 @@
 #include "comm/device_streams.h"
 #include "comm/nccl/group_channels.h"
 #include "comm/nccl/reduce_parts.h"
-#include "comm/process_end.h"
 #include "comm/transport_communicator.h"
 #include "core/check.h"
 
@@ -282,7 +281,7 @@ class GroupCommunicator final : public DeviceCommunicator {
   const c10::Stream side_;
   const bool is_fast_;
   bool has_ended_ = false;
-  const AtWorldEnd end_{[this] { let_go(); }};
+  const AtWorldEnd end_{*this, [this] { let_go(); }};
 };
 
 Channels GroupCommunicator::open_channels(const std::vector<ChannelSpec>& outgoing,

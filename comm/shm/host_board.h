@@ -23,7 +23,7 @@ namespace smp::comm {
 enum class Protocol {
   kEager,      ///< They come with the records of the call.
   kZeroCopy,   ///< Every rank maps all tensors, and reads and writes them where they are.
-  kPipelined,  ///< In pieces, through the buffers.
+  kPipelined,  ///< In chunks, through the buffers.
 };
 
 /// A rank's word to the others when it enters a collective: its collective, the call of the user's

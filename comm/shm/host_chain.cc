@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/reduce.h"
-#include "comm/shm/host_pieces.h"
+#include "comm/shm/host_chunks.h"
 #include "core/check.h"
 
 namespace smp::comm {
@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kSmallest = 64 << 10;
 
-// So many steps a piece may be on its way along the chain; the others need buffers, too: one is
+// So many steps a chunk may be on its way along the chain; the others need buffers, too: one is
 // staged, one reduced and one taken.
 constexpr uint64_t kLag = HostBoard::kBuffers - 3;
 
@@ -50,18 +50,18 @@ class ChainReduction {
       : call_(call),
         lane_(lane),
         data_(static_cast<std::byte*>(call.output.mutable_data_ptr())),
-        pieces_(board, even_slices(lane.lanes, call.output.nbytes())),
-        sums_(new std::byte[sums_begin(pieces_.steps())]),
+        chunks_(board, even_slices(lane.lanes, call.output.nbytes())),
+        sums_(new std::byte[sums_begin(chunks_.steps())]),
         calls_(start(calls.round(lane.ends(), lane.ends()))),
-        partial_sums_(pieces_.steps()),
-        results_(pieces_.steps()) {}
+        partial_sums_(chunks_.steps()),
+        results_(chunks_.steps()) {}
 
   void run() {
-    const uint64_t steps = pieces_.steps();
+    const uint64_t steps = chunks_.steps();
     for (uint64_t i = 0; i < steps + 2 + kLag; ++i) {
       if (i < steps) {
         expect_partial_sums(i);
-        pieces_.stage(i, data_);
+        chunks_.stage(i, data_);
       }
       if (i >= 1 && i - 1 < steps) {
         reduce(i - 1);
@@ -70,7 +70,7 @@ class ChainReduction {
         finish(i - 1 - kLag);
       }
       if (i >= 2 + kLag) {
-        pieces_.take(i - 2 - kLag, data_);
+        chunks_.take(i - 2 - kLag, data_);
       }
     }
     for (const auto& send : sends_) {
@@ -81,13 +81,13 @@ class ChainReduction {
  private:
   using OperationPtr = std::shared_ptr<Operation>;
 
-  size_t elements(const Slice& piece) const { return piece.bytes() / call_.output.element_size(); }
-  size_t sums_bytes(const Slice& piece) const {
-    return elements(piece) * accumulator_bytes(call_.output.scalar_type());
+  size_t elements(const Slice& chunk) const { return chunk.bytes() / call_.output.element_size(); }
+  size_t sums_bytes(const Slice& chunk) const {
+    return elements(chunk) * accumulator_bytes(call_.output.scalar_type());
   }
   // Where the sums of step `i` begin: behind those of the steps before.
   size_t sums_begin(uint64_t i) const {
-    const size_t before = i == 0 ? 0 : pieces_.own_piece(i - 1).end - pieces_.own_piece(0).begin;
+    const size_t before = i == 0 ? 0 : chunks_.own_chunk(i - 1).end - chunks_.own_chunk(0).begin;
     return sums_bytes({0, before});
   }
 
@@ -110,14 +110,14 @@ class ChainReduction {
     return start(Message::Direction::kReceive, peer, data, bytes);
   }
   // Values on the lane have the expected meaning only if the calls match.
-  void await_piece(const OperationPtr& operation) const {
+  void await_chunk(const OperationPtr& operation) const {
     for (const auto& one : {calls_, operation}) {
       wait_for(lane_.transport, *one, lane_.deadline);
     }
   }
 
   void expect_partial_sums(uint64_t i) {
-    const Slice own = pieces_.own_piece(i);
+    const Slice own = chunks_.own_chunk(i);
     if (own.bytes() > 0 && !lane_.is_first()) {
       partial_sums_[i] = receive(lane_.previous, sums_.get() + sums_begin(i), sums_bytes(own));
     }
@@ -125,15 +125,15 @@ class ChainReduction {
 
   // Adds this host's ranks to the received sums, and sends these on.
   void reduce(uint64_t i) {
-    const Slice own = pieces_.own_piece(i);
+    const Slice own = chunks_.own_chunk(i);
     if (own.bytes() == 0) {
       return;
     }
-    const std::vector<const void*> parts = pieces_.parts(i, data_);
+    const std::vector<const void*> parts = chunks_.parts(i, data_);
     std::byte* const sums = sums_.get() + sums_begin(i);
     const c10::ScalarType dtype = call_.output.scalar_type();
     if (!lane_.is_first()) {
-      await_piece(partial_sums_[i]);
+      await_chunk(partial_sums_[i]);
     }
     accumulate_in_order(sums, !lane_.is_first(), parts, elements(own), dtype, call_.op);
     if (lane_.is_last()) {
@@ -146,23 +146,23 @@ class ChainReduction {
 
   // When the result is there, sends it back and lets the others of this host take it.
   void finish(uint64_t i) {
-    const Slice own = pieces_.own_piece(i);
+    const Slice own = chunks_.own_chunk(i);
     if (own.bytes() > 0) {
       if (!lane_.is_last()) {
-        await_piece(results_[i]);
+        await_chunk(results_[i]);
       }
       if (!lane_.is_first()) {
         send(lane_.previous, data_ + own.begin, own.bytes());
       }
-      std::memcpy(pieces_.own_result(i), data_ + own.begin, own.bytes());
+      std::memcpy(chunks_.own_result(i), data_ + own.begin, own.bytes());
     }
-    pieces_.publish(i);
+    chunks_.publish(i);
   }
 
   const Collective& call_;
   const Lane lane_;
   std::byte* const data_;
-  const HostPieces pieces_;
+  const HostChunks chunks_;
 
   const std::shared_ptr<std::byte[]> sums_;  // this rank's slice, in accumulators' type
   const OperationPtr calls_;

@@ -20,7 +20,7 @@ namespace smp::comm {
 /// the middle of the chain, twice. (Sums of float16 and bfloat16 travel as float32.)
 ///
 /// The tensor is divided among as many lanes as the smallest host has ranks; the i-th rank of each
-/// host adds and sends the i-th slice, in pieces, so that all hosts and lanes work at the same
+/// host adds and sends the i-th slice, in chunks, so that all hosts and lanes work at the same
 /// time. Within a host, data pass through the board's buffers.
 class HostChain {
  public:

@@ -16,7 +16,7 @@ namespace smp::comm {
 /// - Zero-copy, where all ranks map each other's tensors (threads of one process, or tensors of
 ///   Communicator::shared_tensor): every rank reduces its slice of all tensors in rank order and
 ///   writes the result to all of them; or copies its parts straight from the others'.
-/// - Otherwise pipelined through buffers, piece by piece, so that the ranks copy, reduce and take
+/// - Otherwise pipelined through buffers, chunk by chunk, so that the ranks copy, reduce and take
 /// at the same
 ///   time. A rank's own slice is never copied.
 class HostCollectives {

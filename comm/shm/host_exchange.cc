@@ -81,16 +81,16 @@ void HostExchange::take_own() const {
   }
 }
 
-// Every rank stages a piece while it is one ahead of the pieces that it takes.
+// Every rank stages a chunk while it is one ahead of the chunks that it takes.
 void HostExchange::run_pipelined() {
   size_t longest = 0;
   for (int rank = 0; rank < board_.ranks(); ++rank) {
     longest = std::max<size_t>(longest, board_.record(rank).input_bytes);
   }
-  const uint64_t pieces = (longest + HostBoard::kBufferBytes - 1) / HostBoard::kBufferBytes;
-  const uint64_t first = board_.take_steps(pieces);
-  for (uint64_t i = 0; i < pieces + 1; ++i) {
-    if (i < pieces) {
+  const uint64_t chunks = (longest + HostBoard::kBufferBytes - 1) / HostBoard::kBufferBytes;
+  const uint64_t first = board_.take_steps(chunks);
+  for (uint64_t i = 0; i < chunks + 1; ++i) {
+    if (i < chunks) {
       stage(first + i, i);
     }
     if (i >= 1) {
@@ -99,9 +99,9 @@ void HostExchange::run_pipelined() {
   }
 }
 
-void HostExchange::stage(uint64_t step, size_t piece) const {
+void HostExchange::stage(uint64_t step, size_t chunk) const {
   const size_t total = board_.record(board_.rank()).input_bytes;
-  const size_t begin = piece * HostBoard::kBufferBytes;
+  const size_t begin = chunk * HostBoard::kBufferBytes;
   if (begin < total) {
     board_.await_buffer(step);
     const auto* const input = static_cast<const std::byte*>(call_.input.const_data_ptr());
@@ -111,15 +111,15 @@ void HostExchange::stage(uint64_t step, size_t piece) const {
   board_.signal(Progress::kStaged, step);
 }
 
-void HostExchange::take(uint64_t step, size_t piece) const {
-  const size_t piece_begin = piece * HostBoard::kBufferBytes;
+void HostExchange::take(uint64_t step, size_t chunk) const {
+  const size_t chunk_begin = chunk * HostBoard::kBufferBytes;
   for (const Fetch& fetch : fetches_) {
-    const size_t begin = std::max(fetch.begin, piece_begin);
-    const size_t end = std::min(fetch.begin + fetch.bytes, piece_begin + HostBoard::kBufferBytes);
+    const size_t begin = std::max(fetch.begin, chunk_begin);
+    const size_t end = std::min(fetch.begin + fetch.bytes, chunk_begin + HostBoard::kBufferBytes);
     if (fetch.rank != board_.rank() && begin < end) {
       board_.await(Progress::kStaged, step, fetch.rank);
       std::memcpy(fetch.to + (begin - fetch.begin),
-                  board_.buffer(fetch.rank, step) + (begin - piece_begin), end - begin);
+                  board_.buffer(fetch.rank, step) + (begin - chunk_begin), end - begin);
     }
   }
   board_.signal(Progress::kDone, step);

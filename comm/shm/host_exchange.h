@@ -30,8 +30,8 @@ class HostExchange {
   void fetch(int rank, size_t begin, size_t bytes, std::byte* to);
   void take_own() const;
   void run_pipelined();
-  void stage(uint64_t step, size_t piece) const;
-  void take(uint64_t step, size_t piece) const;
+  void stage(uint64_t step, size_t chunk) const;
+  void take(uint64_t step, size_t chunk) const;
 
   const Collective& call_;
   HostBoard& board_;

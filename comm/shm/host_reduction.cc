@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "comm/reduce.h"
-#include "comm/shm/host_pieces.h"
+#include "comm/shm/host_chunks.h"
 
 namespace smp::comm {
 namespace {
@@ -73,30 +73,30 @@ void HostReduction::run_zero_copy() {
 }
 
 void HostReduction::run_pipelined() {
-  const HostPieces pieces(board_, std::move(slices_));
+  const HostChunks chunks(board_, std::move(slices_));
   const bool scatters = call_.kind == Kind::kReduceScatter;
   const auto reduce = [&](uint64_t i) {
-    const std::vector<const void*> parts = pieces.parts(i, input_);
-    const Slice piece = pieces.own_piece(i);
+    const std::vector<const void*> parts = chunks.parts(i, input_);
+    const Slice chunk = chunks.own_chunk(i);
     std::vector<void*> outputs;
     if (output_ != nullptr) {
-      outputs.push_back(output_ + piece.begin - (scatters ? own_.begin : 0));
+      outputs.push_back(output_ + chunk.begin - (scatters ? own_.begin : 0));
     }
     if (all_get_it() || output_ == nullptr) {
-      outputs.push_back(pieces.own_result(i));
+      outputs.push_back(chunks.own_result(i));
     }
-    reduce_into(outputs, parts, piece.bytes());
-    pieces.publish(i);
+    reduce_into(outputs, parts, chunk.bytes());
+    chunks.publish(i);
   };
-  for (uint64_t i = 0; i < pieces.steps() + 2; ++i) {
-    if (i < pieces.steps()) {
-      pieces.stage(i, input_);
+  for (uint64_t i = 0; i < chunks.steps() + 2; ++i) {
+    if (i < chunks.steps()) {
+      chunks.stage(i, input_);
     }
-    if (i >= 1 && i - 1 < pieces.steps()) {
+    if (i >= 1 && i - 1 < chunks.steps()) {
       reduce(i - 1);
     }
     if (i >= 2) {
-      pieces.take(i - 2, scatters ? nullptr : output_);
+      chunks.take(i - 2, scatters ? nullptr : output_);
     }
   }
 }

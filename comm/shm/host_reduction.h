@@ -30,7 +30,7 @@ class HostReduction {
   HostBoard& board_;
   const std::byte* const input_;
   std::byte* const output_;  // null where the result is not wanted
-  Slices slices_;            // slices of the ranks; the pieces take them
+  Slices slices_;            // slices of the ranks; the chunks take them
   const Slice own_;          // the slice that this rank reduces, where each reduces one
 };
 

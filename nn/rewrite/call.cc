@@ -143,6 +143,62 @@ bool is_rearrangement(const std::string& base_name) {
   return names.count(base_name) > 0;
 }
 
+const std::vector<const char*>& elementwise_operators() {
+  static const std::vector<const char*> names = {
+      "abs",          "acos",          "acosh",       "add",         "addcdiv",     "addcmul",
+      "alias",        "asin",          "asinh",       "atan",        "atan2",       "atanh",
+      "bitwise_and",  "bitwise_not",   "bitwise_or",  "bitwise_xor", "ceil",        "celu",
+      "clamp",        "clamp_max",     "clamp_min",   "clip",        "clone",       "contiguous",
+      "copy",         "copysign",      "cos",         "cosh",        "detach",      "div",
+      "divide",       "elu",           "empty_like",  "eq",          "erf",         "erfc",
+      "erfinv",       "exp",           "exp2",        "expm1",       "fill",        "floor",
+      "floor_divide", "fmod",          "frac",        "full_like",   "ge",          "gelu",
+      "greater",      "greater_equal", "gt",          "hardshrink",  "hardsigmoid", "hardswish",
+      "hardtanh",     "isfinite",      "isinf",       "isnan",       "le",          "leaky_relu",
+      "lerp",         "less",          "less_equal",  "lgamma",      "log",         "log10",
+      "log1p",        "log2",          "log_sigmoid", "logaddexp",   "logical_and", "logical_not",
+      "logical_or",   "logical_xor",   "logit",       "lt",          "masked_fill", "maximum",
+      "minimum",      "mish",          "mul",         "multiply",    "nan_to_num",  "ne",
+      "neg",          "negative",      "not_equal",   "ones_like",   "positive",    "pow",
+      "reciprocal",   "relu",          "relu6",       "remainder",   "round",       "rsqrt",
+      "rsub",         "selu",          "sgn",         "sigmoid",     "sign",        "silu",
+      "sin",          "sinc",          "sinh",        "softplus",    "softshrink",  "sqrt",
+      "square",       "sub",           "subtract",    "tan",         "tanh",        "threshold",
+      "true_divide",  "trunc",         "where",       "xlogy",       "zero",        "zeros_like"};
+  return names;
+}
+
+const std::vector<const char*>& operators_along_dim() {
+  static const std::vector<const char*> names = {"all.dim",
+                                                 "amax",
+                                                 "amin",
+                                                 "any.dim",
+                                                 "argmax",
+                                                 "argmin",
+                                                 "cummax",
+                                                 "cummin",
+                                                 "cumprod",
+                                                 "cumsum",
+                                                 "linalg_vector_norm",
+                                                 "log_softmax.int",
+                                                 "logcumsumexp",
+                                                 "logsumexp",
+                                                 "max.dim",
+                                                 "min.dim",
+                                                 "norm.ScalarOpt_dim",
+                                                 "prod.dim_int",
+                                                 "softmax.int",
+                                                 "_safe_softmax",
+                                                 "sort",
+                                                 "sort.stable",
+                                                 "std.correction",
+                                                 "std.dim",
+                                                 "topk",
+                                                 "var.correction",
+                                                 "var.dim"};
+  return names;
+}
+
 std::vector<int> order_of(const Call& call) {
   const int count = call.dim(0);
   std::vector<int> order(count);
@@ -154,9 +210,12 @@ std::vector<int> order_of(const Call& call) {
     for (int d = 0; d < count; ++d) order[d] = wrap((*dims)[d]);
   } else if (name == "aten::movedim") {
     const auto source = call.integers("source"), destination = call.integers("destination");
-    if (source->size() != 1) return {};
-    order.erase(order.begin() + wrap((*source)[0]));
-    order.insert(order.begin() + wrap((*destination)[0]), wrap((*source)[0]));
+    std::map<int, int> moved;  // from places in the result
+    for (size_t i = 0; i < source->size(); ++i) {
+      moved[wrap((*destination)[i])] = wrap((*source)[i]);
+      order.erase(std::find(order.begin(), order.end(), wrap((*source)[i])));
+    }
+    for (const auto& [place, dim] : moved) order.insert(order.begin() + place, dim);
   } else if (name == "aten::t" || name == "aten::numpy_T" || name == "aten::mT") {
     if (count < 2) return order;
     if (name == "aten::numpy_T") {

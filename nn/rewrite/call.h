@@ -27,6 +27,9 @@ using Constraints = std::map<graph::ValueId, Layout>;
 struct Layouts {
   std::vector<Layout> of;  ///< layout of each value
   bool are_local = false;  ///< the graph is divided: sizes and numbers in it are a rank's
+  /// The parts are microbatches: all numbers but sizes are the same for all of them at once, and
+  /// random operators may draw others for these.
+  bool of_microbatches = false;
   /// Whether each value is of a residual stream: an activation that is divided because a constraint
   /// says so, or because its sources are, element for element.
   std::vector<char> in_stream;
@@ -140,6 +143,8 @@ class Call {
     const int64_t size = meta(position).sizes[dim];
     return layouts_.are_local || !divided_along(position, dim) ? size : size / ranks_;
   }
+  /// See `Layouts`.
+  bool of_microbatches() const { return layouts_.of_microbatches; }
   /// See `Layouts::in_stream`.
   bool in_stream(int position) const { return layouts_.in_stream[tensors_[position]] != 0; }
   /// The layout to which a result will be brought; nothing if it stays as it is made.
@@ -194,6 +199,11 @@ bool is_product(const std::string& base_name);
 
 /// True for an operator ("aten::transpose") whose results have the elements of its first argument.
 bool is_rearrangement(const std::string& base_name);
+
+/// Names of operators each element of whose results follows from one element of each argument,
+/// after broadcasting, and of those whose argument `dim` names the dimensions that they work along.
+const std::vector<const char*>& elementwise_operators();
+const std::vector<const char*>& operators_along_dim();
 
 /// The dimensions of the first tensor in the order in which the result of `permute`, `transpose`
 /// and the like has them; none if the operator is not understood.

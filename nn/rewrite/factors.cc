@@ -2,7 +2,6 @@
 #include "nn/rewrite/factors.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <numeric>
 #include <string>
@@ -15,34 +14,8 @@ namespace {
 
 using Dims = Factors::Dims;
 using Found = std::optional<Factors>;
-constexpr int kAlong = Factors::kAlong;
-
-Dims numbered(int count, int first = 0) {
-  Dims dims(count);
-  std::iota(dims.begin(), dims.end(), first);
-  return dims;
-}
-
-int result_dims(const Call& call, int index = 0) {
-  return static_cast<int>(call.result_meta(index).sizes.size());
-}
 
 int from_front(int64_t dim, int count) { return static_cast<int>(dim < 0 ? dim + count : dim); }
-
-/// The factors of an argument that is broadcast to `sizes`, of which dimension d is factor d. One
-/// element that all of a dimension share belongs to no rank.
-Dims broadcast_dims(const Call& call, int position, c10::IntArrayRef sizes) {
-  Dims dims;
-  const auto count = static_cast<int>(sizes.size());
-  for (int d = 0; d < call.dim(position); ++d) {
-    const int factor = d + count - call.dim(position);
-    const int64_t own = call.meta(position).sizes[d];
-    const bool is_one = own == 1 && !call.divided_along(position, d);
-    const bool fits = factor >= 0 && own == sizes[factor] && !is_one;
-    dims.push_back(fits ? factor : kAlong);
-  }
-  return dims;
-}
 
 /// Sets of arguments in which an elementwise operator is linear.
 std::set<std::set<int>> linear_in(const Call& call) {
@@ -87,6 +60,7 @@ Found conversion_factors(const Call& call) {
 }
 
 Found along_dim(const Call& call) { return factors_along(call, dims_named(call, "dim")); }
+Found along_named_dims(const Call& call) { return factors_along(call, dims_named(call, "dims")); }
 
 Found running_sum(const Call& call) {
   Factors factors = factors_along(call, dims_named(call, "dim"));
@@ -105,34 +79,24 @@ Found sum_factors(const Call& call) {
   return factors;
 }
 
-Found norm_factors(const Call& call) {
-  return factors_along_last(call, static_cast<int>(call.integers("normalized_shape")->size()));
-}
-
 Found triangle_factors(const Call& call) {
   Factors factors = factors_along_last(call, 2);
   factors.linear = {{0}};
   return factors;
 }
 
-/// Samples, and channels where parts have whole groups.
-Found group_norm_factors(const Call& call) {
-  Factors factors = factors_along_last(call, call.dim(0) - 1);
-  const int64_t in_group = call.meta(0).sizes[1] / call.constant("num_groups").toInt();
-  const int64_t parts = call.divided(0) ? call.layout(0).blocks : 1;
-  if (in_group == 0 || call.local_size(0, 1) / parts % in_group != 0) return factors;
-  factors.arguments[0][1] = factors.results[0][1] = 1;
-  for (size_t i = 1; i < factors.arguments.size(); ++i) factors.arguments[i] = {1};
-  return factors;
-}
-
 /// Dropout that drops nothing. A mask is drawn of the whole only.
 Found dropout_factors(const Call& call) {
   const bool drops = call.is_set("train") && call.constant("p").toDouble() > 0;
-  if (drops) return std::nullopt;
+  if (drops && !call.of_microbatches()) return std::nullopt;
   Found factors = elementwise_factors(call);
   factors->linear = {{0}};
   return factors;
+}
+
+/// Each element is drawn for itself.
+Found drawn_factors(const Call& call) {
+  return call.of_microbatches() ? elementwise_factors(call) : std::nullopt;
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -188,6 +152,13 @@ Found view_as_factors(const Call& call) {
   return factors;
 }
 
+/// The same memory as elements of another type, of which the last dimension may have other numbers.
+Found retyped_factors(const Call& call) {
+  Factors factors = factors_along(call, {});
+  factors.grouped = {call.dim(0) - 1};
+  return factors;
+}
+
 Found permuted_factors(const Call& call) {
   const std::vector<int> order = order_of(call);
   if (static_cast<int>(order.size()) != call.dim(0)) return std::nullopt;
@@ -204,13 +175,18 @@ Found expanded_factors(const Call& call) {
   return factors;
 }
 
+/// A value repeated of one element belongs to any rank.
 Found repeated_factors(const Call& call) {
   Factors factors = of_first(call);
-  factors.results = {numbered(result_dims(call), call.dim(0) - result_dims(call))};
+  const int count = result_dims(call), added = count - call.dim(0);
   const auto repeats = *call.integers("repeats");
-  for (size_t d = 0; d < repeats.size(); ++d) {
-    int& factor = factors.results[0][d];
-    if (repeats[d] != 1 || factor < 0) factor = kAlong;
+  factors.arguments = {numbered(call.dim(0), added)};
+  factors.results = {numbered(count)};
+  for (int d = 0; d < call.dim(0); ++d) {
+    const bool is_one = call.meta(0).sizes[d] == 1 && !call.divided_along(0, d);
+    if (!is_one && repeats[added + d] == 1) continue;
+    factors.arguments[0][d] = kAlong;
+    if (!is_one) factors.results[0][added + d] = kAlong;
   }
   return factors;
 }
@@ -226,8 +202,9 @@ Found unsqueezed_factors(const Call& call) {
 /// A dimension of which a rank has a single element must not go.
 Found squeezed_factors(const Call& call) {
   Factors factors = of_first(call);
-  const bool names = call.argument("dim") >= 0;
-  const std::set<int> dims = dims_named(call, names ? "dim" : "");
+  const auto named = call.integers("dim");
+  const bool none = named && named->empty();
+  const std::set<int> dims = none ? std::set<int>() : dims_named(call, "dim");
   Dims result;
   for (int d = 0; d < call.dim(0); ++d) {
     int& factor = factors.arguments[0][d];
@@ -299,6 +276,23 @@ Found joined_factors(const Call& call) {
   return factors;
 }
 
+Found gathered_factors(const Call& call) {
+  Found factors = joined_factors(call);
+  if (!factors) return std::nullopt;
+  for (Dims& dims : factors->arguments) dims[*call.dimension("dim")] = kAlong;
+  factors->results[0][*call.dimension("dim")] = kAlong;
+  factors->linear.clear();
+  return factors;
+}
+
+/// Windows of one dimension, which are another.
+Found unfolded_factors(const Call& call) {
+  Factors factors = factors_along(call, {*call.dimension("dimension")});
+  factors.results = factors.arguments;
+  factors.results[0].push_back(kAlong);
+  return factors;
+}
+
 /// New tensors, all elements of which are alike.
 Found filled_factors(const Call& call) {
   Factors factors;
@@ -318,165 +312,77 @@ Found stacked_factors(const Call& call) {
 }
 
 // ---------------------------------------------------------------------------------------------
-// Products
+// The operators of a tensor-parallel group on whole microbatches
 
-/// `a` [.., rows, inner] times `b` [.., inner, columns], or, `transposed`, [columns, inner].
-/// Factors are the result's dimensions; the one after them is the inner.
-Factors product_factors(const Call& call, int a, int b, int bias, bool transposed) {
-  const int count = result_dims(call), inner = count;
-  const bool has_rows = call.dim(a) >= 2, has_columns = call.dim(b) >= 2;
-  // The sizes of all products, seen from an operand whose last dimensions are others.
-  const auto dims_of = [&](int position, bool left) {
-    Dims dims;
-    const int own = call.dim(position);
-    const int matrix = std::min(own, 2);
-    const int batches = count - (has_rows ? 1 : 0) - (has_columns ? 1 : 0);
-    for (int d = 0; d < own - matrix; ++d) {
-      const int factor = d + batches - (own - matrix);
-      const int64_t size = call.meta(position).sizes[d];
-      const bool is_one = size == 1 && !call.divided_along(position, d);
-      const bool fits = !is_one && size == call.result_meta().sizes[factor];
-      dims.push_back(fits ? factor : kAlong);
-    }
-    if (own == 1) return Dims{inner};
-    const int outer = left ? count - 1 - (has_columns ? 1 : 0) : count - 1;
-    const bool inner_last = left || transposed;
-    dims.push_back(inner_last ? outer : inner);
-    dims.push_back(inner_last ? inner : outer);
-    return dims;
-  };
-  Factors factors;
-  factors.arguments.resize(call.tensors().size());
-  factors.arguments[a] = dims_of(a, true);
-  factors.arguments[b] = dims_of(b, false);
-  factors.results = {numbered(count)};
-  factors.summed = {inner};
-  factors.linear = {{a}, {b}};
-  if (bias < 0) return factors;
-  factors.arguments[bias] = broadcast_dims(call, bias, call.result_meta().sizes);
-  factors.added = {bias};
-  factors.linear = {{bias, a}, {bias, b}};
-  return factors;
-}
-
-Found linear_factors(const Call& call) {
-  return product_factors(call, 0, 1, call.position("bias"), true);
-}
-
-Found matmul_factors(const Call& call) {
-  if (call.dim(0) < 1 || call.dim(1) < 1) return std::nullopt;
-  return product_factors(call, 0, 1, -1, false);
-}
-
-Found added_product_factors(const Call& call) { return product_factors(call, 1, 2, 0, false); }
-
-/// Samples, channels out, and channels in, over which it sums.
-Found convolution_factors(const Call& call) {
-  const auto groups = call.integers("groups");
-  if (call.dim(0) != call.dim(1) || !groups || (*groups)[0] != 1) return std::nullopt;
-  constexpr int kSamples = 0, kOut = 1, kIn = 2;
-  const int bias = call.position("bias");
-  Factors factors;
-  factors.arguments.assign(2, Dims(call.dim(0), kAlong));
-  factors.arguments[0][0] = kSamples;
-  factors.arguments[0][1] = kIn;
-  factors.arguments[1][0] = kOut;
-  factors.arguments[1][1] = kIn;
-  factors.results = {Dims(call.dim(0), kAlong)};
-  factors.results[0][0] = kSamples;
-  factors.results[0][1] = kOut;
-  factors.summed = {kIn};
-  factors.linear = {{0}, {1}};
-  if (bias < 0) return factors;
-  factors.arguments.push_back({kOut});
-  factors.added = {bias};
-  factors.linear = {{0, bias}, {1, bias}};
-  return factors;
-}
-
-/// Indices and channels. How often an index occurs is not known of parts.
-Found embedding_factors(const Call& call) {
-  const int count = result_dims(call);
-  const bool counts = call.is_set("scale_grad_by_freq") && call.has_gradient(0);
-  Factors factors;
-  factors.arguments = {{kAlong, count - 1}, numbered(call.dim(1))};
-  factors.results = {numbered(count)};
-  for (int d = 0; counts && d < call.dim(1); ++d) {
-    factors.arguments[1][d] = factors.results[0][d] = kAlong;
+Found exchanged_factors(const Call& call) {
+  std::set<int> dims;
+  for (const char* name : {"dim", "split_dim", "join_dim"}) {
+    if (const auto dim = call.dimension(name)) dims.insert(*dim);
   }
-  factors.linear = {{0}};
-  return factors;
+  return factors_along(call, dims);
 }
 
-/// Samples, heads and channels of values; queries, unless keys are hidden by their order.
-Found attention_factors(const Call& call) {
-  const int count = result_dims(call);
-  if (call.constant("dropout_p").toDouble() > 0 || count < 2) return std::nullopt;
-  const bool grouped = call.is_set("enable_gqa");
-  const int heads = count - 3, queries = call.is_set("is_causal") ? kAlong : count - 2;
-  Factors factors;
-  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
-    const int own = call.dim(i);
-    Dims dims = broadcast_dims(call, i, call.result_meta().sizes);
-    if (own < 2) return std::nullopt;
-    if (grouped && i <= 2 && own >= 3) dims[own - 3] = heads;
-    const bool is_mask_of_queries =
-        i == 3 && (call.meta(i).sizes[own - 2] > 1 || call.divided_along(i, own - 2));
-    dims[own - 2] = i == 0 || is_mask_of_queries ? queries : kAlong;
-    dims[own - 1] = i == 2 ? count - 1 : kAlong;
-    factors.arguments.push_back(std::move(dims));
-  }
-  factors.results = {numbered(count)};
-  factors.results[0][count - 2] = queries;
-  factors.linear = {{2}};
-  if (grouped) factors.grouped = {heads};
-  return factors;
+Found gathered_linear_factors(const Call& call) {
+  return factors_along(call, {*call.dimension("dim"), call.dim(0) - 1});
 }
 
-using FactorTable = std::map<std::string, std::function<Found(const Call&)>>;
+std::vector<NamedFactors> all_factors() {
+  std::vector<NamedFactors> all = {
+      {elementwise_factors, elementwise_operators()},
+      {along_dim, operators_along_dim()},
+      {elementwise_factors,
+       {"expand_as", "max.other", "min.other", "smp::tp_copy", "smp::tp_reduce"}},
+      {drawn_factors,
+       {"alpha_dropout", "bernoulli", "exponential", "normal", "rand_like", "randn_like", "rrelu",
+        "uniform", "smp::tp_dropout"}},
+      {conversion_factors, {"to", "_to_copy", "type_as"}},
+      {along_dim, {"index_select", "norm.ScalarOpt_dim_dtype", "repeat_interleave.self_int"}},
+      {along_named_dims, {"flip", "roll"}},
+      {running_sum, {"cumsum"}},
+      {sum_factors, {"sum", "sum.dim_IntList", "mean", "mean.dim"}},
+      {triangle_factors, {"tril", "triu"}},
+      {dropout_factors, {"dropout"}},
+      // "view." is the overload without a name: not view.dtype.
+      {view_factors, {"_unsafe_view", "reshape", "view."}},
+      {retyped_factors, {"view.dtype"}},
+      {flattened_factors, {"flatten.using_ints"}},
+      {unflattened_factors, {"unflatten.int"}},
+      {view_as_factors, {"view_as", "reshape_as"}},
+      {permuted_factors,
+       {"permute", "transpose", "t", "numpy_T", "mT", "movedim", "swapaxes", "swapdims"}},
+      {expanded_factors, {"expand"}},
+      {repeated_factors, {"repeat"}},
+      {unsqueezed_factors, {"unsqueeze"}},
+      {squeezed_factors, {"squeeze"}},
+      {selected_factors, {"select.int", "unbind.int"}},
+      {sliced_factors, {"slice.Tensor", "narrow."}},
+      {taken_apart_factors,
+       {"chunk", "split.Tensor", "split.sizes", "split_with_sizes", "unsafe_chunk",
+        "unsafe_split.Tensor", "glu"}},
+      {joined_factors, {"cat", "concat"}},
+      {stacked_factors, {"stack"}},
+      {gathered_factors, {"gather"}},
+      {unfolded_factors, {"unfold"}},
+      {filled_factors, {"new_ones"}},
+      {exchanged_factors,
+       {"smp::tp_all_gather", "smp::tp_all_to_all", "smp::tp_gather", "smp::tp_reduce_scatter",
+        "smp::tp_scatter"}},
+      {gathered_linear_factors, {"smp::tp_gathered_linear"}}};
+  const std::vector<NamedFactors> layers = layer_factors();
+  all.insert(all.end(), layers.begin(), layers.end());
+  return all;
+}
 
+using FactorTable = std::map<std::string, std::optional<Factors> (*)(const Call&)>;
+
+/// Later ones know more of an operator than those before.
 FactorTable make_table() {
   FactorTable table;
-  const auto add = [&](std::initializer_list<const char*> names, Found (*factors)(const Call&)) {
-    for (const char* name : names) table[std::string("aten::") + name] = factors;
-  };
-  for (const char* name : elementwise_operators()) {
-    table[std::string("aten::") + name] = elementwise_factors;
+  for (const auto& [factors, names] : all_factors()) {
+    for (const std::string name : names) {
+      table[name.rfind("smp::", 0) == 0 ? name : "aten::" + name] = factors;
+    }
   }
-  for (const char* name : operators_along_dim()) table[std::string("aten::") + name] = along_dim;
-  add({"max.other", "min.other"}, elementwise_factors);
-  add({"to", "_to_copy", "type_as"}, conversion_factors);
-  add({"cumsum"}, running_sum);
-  add({"sum", "sum.dim_IntList", "mean", "mean.dim"}, sum_factors);
-  add({"layer_norm", "rms_norm"}, norm_factors);
-  add({"tril", "triu"}, triangle_factors);
-  add({"group_norm"}, group_norm_factors);
-  add({"dropout"}, dropout_factors);
-  // "view." is the overload without a name: not view.dtype.
-  add({"_unsafe_view", "reshape", "view."}, view_factors);
-  add({"flatten.using_ints"}, flattened_factors);
-  add({"unflatten.int"}, unflattened_factors);
-  add({"view_as", "reshape_as"}, view_as_factors);
-  add({"permute", "transpose.int", "t", "numpy_T", "mT", "movedim.int", "swapaxes", "swapdims"},
-      permuted_factors);
-  add({"expand"}, expanded_factors);
-  add({"repeat"}, repeated_factors);
-  add({"unsqueeze"}, unsqueezed_factors);
-  add({"squeeze", "squeeze.dim", "squeeze.dims"}, squeezed_factors);
-  add({"select.int", "unbind.int"}, selected_factors);
-  add({"slice.Tensor", "narrow."}, sliced_factors);
-  add({"chunk", "split.Tensor", "split.sizes", "split_with_sizes", "unsafe_chunk",
-       "unsafe_split.Tensor", "glu"},
-      taken_apart_factors);
-  add({"cat", "concat"}, joined_factors);
-  add({"stack"}, stacked_factors);
-  add({"new_ones"}, filled_factors);
-  add({"linear"}, linear_factors);
-  add({"matmul", "mm", "bmm"}, matmul_factors);
-  add({"addmm", "baddbmm"}, added_product_factors);
-  add({"conv1d", "conv2d", "conv3d"}, convolution_factors);
-  add({"embedding"}, embedding_factors);
-  add({"scaled_dot_product_attention"}, attention_factors);
   return table;
 }
 
@@ -490,6 +396,29 @@ std::optional<Factors> factors_of(const Call& call) {
     if (found != table.end()) return found->second(call);
   }
   return std::nullopt;
+}
+
+Dims numbered(int count, int first) {
+  Dims dims(count);
+  std::iota(dims.begin(), dims.end(), first);
+  return dims;
+}
+
+int result_dims(const Call& call, int index) {
+  return static_cast<int>(call.result_meta(index).sizes.size());
+}
+
+Dims broadcast_dims(const Call& call, int position, c10::IntArrayRef sizes) {
+  Dims dims;
+  const auto count = static_cast<int>(sizes.size());
+  for (int d = 0; d < call.dim(position); ++d) {
+    const int factor = d + count - call.dim(position);
+    const int64_t own = call.meta(position).sizes[d];
+    const bool is_one = own == 1 && !call.divided_along(position, d);
+    const bool fits = factor >= 0 && own == sizes[factor] && !is_one;
+    dims.push_back(fits ? factor : kAlong);
+  }
+  return dims;
 }
 
 std::set<int> dims_named(const Call& call, const char* argument) {
@@ -528,66 +457,23 @@ Factors factors_along_last(const Call& call, int count) {
   return factors;
 }
 
+std::optional<Factors> factors_of_samples(const Call& call) {
+  Factors factors;
+  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
+    factors.arguments.emplace_back(call.dim(i), kAlong);
+  }
+  for (int r = 0; r < static_cast<int>(call.results().size()); ++r) {
+    factors.results.emplace_back(result_dims(call, r), kAlong);
+    if (call.dim(0) == 0 || factors.results[r].empty()) return std::nullopt;
+    factors.arguments[0][0] = factors.results[r][0] = 0;
+  }
+  return factors;
+}
+
 int64_t block_of(c10::IntArrayRef sizes, const Layout& layout) {
   const bool divisible = layout.dim >= 0 && layout.dim < static_cast<int>(sizes.size()) &&
                          layout.blocks > 0 && sizes[layout.dim] % layout.blocks == 0;
   return divisible ? sizes[layout.dim] / layout.blocks : 0;
-}
-
-const std::vector<const char*>& elementwise_operators() {
-  static const std::vector<const char*> names = {
-      "abs",          "acos",          "acosh",       "add",         "addcdiv",     "addcmul",
-      "alias",        "asin",          "asinh",       "atan",        "atan2",       "atanh",
-      "bitwise_and",  "bitwise_not",   "bitwise_or",  "bitwise_xor", "ceil",        "celu",
-      "clamp",        "clamp_max",     "clamp_min",   "clip",        "clone",       "contiguous",
-      "copy",         "copysign",      "cos",         "cosh",        "detach",      "div",
-      "divide",       "elu",           "empty_like",  "eq",          "erf",         "erfc",
-      "erfinv",       "exp",           "exp2",        "expm1",       "fill",        "floor",
-      "floor_divide", "fmod",          "frac",        "full_like",   "ge",          "gelu",
-      "greater",      "greater_equal", "gt",          "hardshrink",  "hardsigmoid", "hardswish",
-      "hardtanh",     "isfinite",      "isinf",       "isnan",       "le",          "leaky_relu",
-      "lerp",         "less",          "less_equal",  "lgamma",      "log",         "log10",
-      "log1p",        "log2",          "log_sigmoid", "logaddexp",   "logical_and", "logical_not",
-      "logical_or",   "logical_xor",   "logit",       "lt",          "masked_fill", "maximum",
-      "minimum",      "mish",          "mul",         "multiply",    "nan_to_num",  "ne",
-      "neg",          "negative",      "not_equal",   "ones_like",   "positive",    "pow",
-      "reciprocal",   "relu",          "relu6",       "remainder",   "round",       "rsqrt",
-      "rsub",         "selu",          "sgn",         "sigmoid",     "sign",        "silu",
-      "sin",          "sinc",          "sinh",        "softplus",    "softshrink",  "sqrt",
-      "square",       "sub",           "subtract",    "tan",         "tanh",        "threshold",
-      "true_divide",  "trunc",         "where",       "xlogy",       "zero",        "zeros_like"};
-  return names;
-}
-
-const std::vector<const char*>& operators_along_dim() {
-  static const std::vector<const char*> names = {"all.dim",
-                                                 "amax",
-                                                 "amin",
-                                                 "any.dim",
-                                                 "argmax",
-                                                 "argmin",
-                                                 "cummax",
-                                                 "cummin",
-                                                 "cumprod",
-                                                 "cumsum",
-                                                 "linalg_vector_norm",
-                                                 "log_softmax.int",
-                                                 "logcumsumexp",
-                                                 "logsumexp",
-                                                 "max.dim",
-                                                 "min.dim",
-                                                 "norm.ScalarOpt_dim",
-                                                 "prod.dim_int",
-                                                 "softmax.int",
-                                                 "_safe_softmax",
-                                                 "sort",
-                                                 "sort.stable",
-                                                 "std.correction",
-                                                 "std.dim",
-                                                 "topk",
-                                                 "var.correction",
-                                                 "var.dim"};
-  return names;
 }
 
 }  // namespace smp::nn::rewrite

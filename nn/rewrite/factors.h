@@ -11,11 +11,12 @@
 
 namespace smp::nn::rewrite {
 
+/// The factor of a dimension along which an operator works: every rank needs all of it.
+constexpr int kAlong = -1;
+
 /// The loops that an operator consists of, its *factors* (as Shardy calls them): `matmul` of [i, j]
 /// and [j, k] gives [i, k] and sums over j. Numbers of factors are arbitrary.
 struct Factors {
-  /// A dimension along which the operator works: every rank needs all of it.
-  static constexpr int kAlong = -1;
   using Dims = c10::SmallVector<int, 5>;  ///< factor of each dimension
 
   std::vector<Dims> arguments;  ///< numbered like `Call::tensors`
@@ -37,6 +38,20 @@ struct Factors {
 /// understood, and must get whole tensors.
 std::optional<Factors> factors_of(const Call& call);
 
+/// Operators of the same factors, by their names without "aten::".
+struct NamedFactors {
+  std::optional<Factors> (*factors)(const Call&);
+  std::vector<const char*> names;
+};
+/// Those of products of matrices, attention and other layers.
+std::vector<NamedFactors> layer_factors();
+
+/// Factors from `first` on, one for each dimension.
+Factors::Dims numbered(int count, int first = 0);
+int result_dims(const Call& call, int index = 0);
+/// The factors of an argument that is broadcast to `sizes`, of which dimension d is factor d. One
+/// element that all of a dimension share belongs to no rank.
+Factors::Dims broadcast_dims(const Call& call, int position, c10::IntArrayRef sizes);
 /// The dimensions of the first tensor that a constant names; all, if it names none.
 std::set<int> dims_named(const Call& call, const char* argument);
 /// The factors of an operator that works along dimensions of its first tensor, which may not be in
@@ -44,14 +59,11 @@ std::set<int> dims_named(const Call& call, const char* argument);
 Factors factors_along(const Call& call, const std::set<int>& dims);
 /// Along the last `count` dimensions.
 Factors factors_along_last(const Call& call, int count);
+/// Along all dimensions but that of the samples, the first. Nothing for a tensor without any.
+std::optional<Factors> factors_of_samples(const Call& call);
 
 /// The size of one block along the dimension that is divided, of a whole or of a rank's part; 0:
 /// tensors of these sizes cannot be divided so.
 int64_t block_of(c10::IntArrayRef sizes, const Layout& layout);
-
-/// Names of operators each element of whose results follows from one element of each argument,
-/// after broadcasting, and of those whose argument `dim` names the dimensions that they work along.
-const std::vector<const char*>& elementwise_operators();
-const std::vector<const char*>& operators_along_dim();
 
 }  // namespace smp::nn::rewrite

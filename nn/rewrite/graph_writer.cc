@@ -232,7 +232,7 @@ ValueId GraphWriter::convert(ValueId value, const Conversion& step, ValueId from
   const bool shares = step.collective == Collective::kCopy;
   if (shares && is_written_later(value)) from = add_clone(value, from, gradient);
   Operator op = operator_of(step, from);
-  op.mode = mode_of_conversion(value);
+  op.mode = graph::mode_before(whole_, value, reader());
   const TensorMeta& whole = whole_.values[value].meta;
   TensorMeta meta = shares ? this->meta(from)
                            : contiguous(whole, local_sizes(whole.sizes, step.to, options_.ranks));
@@ -257,7 +257,7 @@ bool GraphWriter::is_written_later(ValueId value) const {
 ValueId GraphWriter::add_clone(ValueId value, ValueId from, Gradient gradient) {
   Operator op(find_operator("aten::clone", ""));
   op.arguments = arguments_of({from}, {at::MemoryFormat::Contiguous});
-  op.mode = mode_of_conversion(value);
+  op.mode = graph::mode_before(whole_, value, reader());
   TensorMeta meta = contiguous(this->meta(from), this->meta(from).sizes);
   meta.requires_grad = gradient.required && op.mode.grad;
   return add_conversion(std::move(op), meta, graph().alias_sets++, meta.nbytes());
@@ -277,18 +277,6 @@ ValueId GraphWriter::add_conversion(Operator op, const TensorMeta& meta, int ali
   set_reads_parameter(op);
   graph().operators.push_back(std::move(op));
   return id;
-}
-
-/// That of the reader, since it belongs to it, but with a history even if this reader needs none.
-graph::ExecutionMode GraphWriter::mode_of_conversion(ValueId value) const {
-  const int producer = whole_.values[value].producer;
-  graph::ExecutionMode made;
-  if (producer >= 0) made = whole_.operators[producer].mode;
-  graph::ExecutionMode mode = call_ == nullptr ? made : call_->op().mode;
-  mode.inference = made.inference;
-  mode.grad = !made.inference;
-  mode.below_autograd = mode.below_views = false;
-  return mode;
 }
 
 }  // namespace smp::nn::rewrite

@@ -75,6 +75,7 @@ class GraphWriter : public Emitter {
   const Treatment* treatment_ = nullptr;
 
  private:
+  const graph::Operator* reader() const { return call_ == nullptr ? nullptr : &call_->op(); }
   std::vector<graph::GraphMap::Number>& places_of(const char* number);
   std::vector<ShapeResult> shapes_of(graph::Operator& op) const;
   void set_reads_parameter(graph::Operator& op) const;
@@ -85,7 +86,6 @@ class GraphWriter : public Emitter {
   graph::ValueId add_clone(graph::ValueId value, graph::ValueId from, Gradient gradient);
   graph::ValueId add_conversion(graph::Operator op, const graph::TensorMeta& meta, int alias_set,
                                 int64_t output_bytes);
-  graph::ExecutionMode mode_of_conversion(graph::ValueId value) const;
 };
 
 /// The same tensor with other sizes, contiguous.

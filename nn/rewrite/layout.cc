@@ -9,16 +9,9 @@
 namespace smp::nn {
 
 std::string Layout::to_string() const {
-  switch (kind) {
-    case Kind::kWhole:
-      return "whole";
-    case Kind::kShared:
-      return "shared";
-    case Kind::kPartial:
-      return "partial";
-    case Kind::kDivided:
-      break;
-  }
+  if (is_whole()) return "whole";
+  if (is_partial()) return "partial";
+  if (!is_divided()) return "shared";
   return c10::str("divided(", dim, blocks > 1 ? c10::str(", ", blocks, " blocks") : "", ")");
 }
 

@@ -64,6 +64,7 @@ class Judge {
     for (size_t r = 0; r < results_.size(); ++r) {
       if (results_[r].is_divided() && block_of(result_sizes(r), results_[r]) == 0) return false;
     }
+    if (call_.of_microbatches()) return true;  // it may have been transposed in place
     bool same = true;
     graph::for_each_same_tensor(call_.op(), [&](graph::ValueId result, graph::ValueId argument) {
       const auto& values = call_.results();
@@ -174,7 +175,7 @@ class Judge {
   /// operator sums over it, ranks have terms.
   bool follows_factor(const Factors& factors) const {
     const Cut cut = cut_of_call(factors);
-    if (cut.factor == Factors::kAlong) return false;
+    if (cut.factor == kAlong) return false;
     const bool summed = factors.summed.count(cut.factor) > 0;
     const bool grouped = factors.grouped.count(cut.factor) > 0;
     for (int i = 0; i < arguments(); ++i) {
@@ -206,10 +207,10 @@ class Judge {
                            blocks == nullptr ? 1 : call_.constant(blocks).toInt());
   }
 
-  /// Nothing: another operator.
+  /// Nothing: another operator, or one whose ranks are others than those of these parts.
   std::optional<bool> judge_collective() const {
     const std::string& name = call_.base_name();
-    if (!is_collective(call_.op())) return std::nullopt;
+    if (!is_collective(call_.op()) || call_.of_microbatches()) return std::nullopt;
     const Layout& from = call_.layout(0);
     const Layout& to = results_[0];
     if (name == "smp::tp_copy") return from.is_whole() && to == Layout::shared();

@@ -48,7 +48,7 @@ class ProductRule {
     treatment_ = call_.all_shared();
     const Layout& layout = call_.layout(divided_);
     const int factor = factors_->arguments[divided_][layout.dim];
-    if (factor == Factors::kAlong) return std::nullopt;
+    if (factor == kAlong) return std::nullopt;
     if (factors_->summed.count(factor) > 0) return inner(factor, layout);
     const bool a_has_it = ask_along(product_.a, factor, layout);
     ask_along(product_.b, factor, layout);

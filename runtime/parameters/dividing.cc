@@ -78,8 +78,10 @@ class Divider {
     options_.ranks = runtime.topology().tp_size();
     options_.estimate = true;  // runs that divided differently would add in another order
     options_.residual_streams = runtime.config().optimize() == "memory";
+    const core::Axis over = runtime.topology().axis(CommGroup::kTp);
     for (const auto* entry : runtime.table().divided()) {
-      if (entry->captured_whole) options_.fixed.emplace(entry->name, nn::split_of(entry->sharding));
+      if (entry->captured_whole)
+        options_.fixed.emplace(entry->name, nn::split_of(entry->sharding, over));
     }
     for (const auto& entry : runtime.table().entries()) {
       const auto mark = entry.tensor_parallelism_mark();

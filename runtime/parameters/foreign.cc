@@ -33,7 +33,7 @@ constexpr auto kGradientRemedy =
 
 std::string owner_of(const ParameterTable::Entry& entry) {
   return c10::str(graph::to_string(entry.kind), " \"", entry.name, "\", which pp rank ",
-                  *entry.owner, " owns");
+                  *entry.owner(), " owns");
 }
 
 at::Tensor absent_gradient(const Runtime& runtime, const ParameterTable::Entry& entry) {

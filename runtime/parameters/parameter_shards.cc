@@ -33,7 +33,7 @@ ParameterShards::ParameterShards(Runtime& runtime,
                          !entry.shares_storage_in(runtime.table());
     if (divides) parameters_->add(entry.tensor, entry.name);
   }
-  runtime.table().set_slices(parameters_, runtime.topology().pieces(),
+  runtime.table().set_pieces(parameters_, runtime.topology().pieces(),
                              /*are_shards=*/true);
   const std::string own = nlohmann::json(parameters_->names()).dump();
   for (const auto& text : comm::all_gather_bytes(*runtime.group(CommGroup::kPp), own)) {

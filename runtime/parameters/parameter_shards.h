@@ -34,9 +34,9 @@ class ParameterShards {
   /// The ranks that have the same shards as this one.
   const comm::CommunicatorPtr& replication_group() const { return replication_group_; }
 
-  /// Whether replicas divide the parameter of this name, here or on the rank that owns it. The same
-  /// on all ranks.
-  bool divides(const std::string& name) const { return divided_.count(name) > 0; }
+  /// The parameters that replicas divide, here or on the ranks that own them. The same on all
+  /// ranks.
+  const std::set<std::string>& names() const { return divided_; }
   /// The number of each value of a graph of `runtime`'s models in `parameters()`, where it is one
   /// of them.
   std::vector<std::optional<size_t>> shard_of_value(const Runtime& runtime,

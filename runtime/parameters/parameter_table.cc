@@ -2,19 +2,18 @@
 #include "runtime/parameters/parameter_table.h"
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "core/check.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "nn/parameter_sharding.h"
 #include "runtime/parameters/scope_notes.h"
 
 namespace smp::runtime {
 
-const at::Tensor& ParameterTable::Slice::piece() const { return slices->pieces()[index]; }
+const at::Tensor& ParameterTable::Piece::tensor() const { return pieces->own()[index]; }
 
-bool ParameterTable::Slice::has_gradient() const { return slices->has_gradient(index); }
+bool ParameterTable::Piece::has_gradient() const { return pieces->has_gradient(index); }
 
 std::optional<int> ParameterTable::Entry::pin() const { return partition_pins().find(tensor); }
 
@@ -26,22 +25,21 @@ std::vector<int64_t> ParameterTable::Entry::whole_sizes() const {
   return is_divided() ? sharding.sizes : tensor.sizes().vec();
 }
 
-comm::Sharding ParameterTable::Entry::part() const {
-  comm::Sharding part{sharding.sizes, sharding.order, {}};
-  std::copy_if(sharding.cuts.begin(), sharding.cuts.end(), std::back_inserter(part.cuts),
-               [](const comm::Cut& cut) { return std::holds_alternative<comm::Blocks>(cut.how); });
-  return part;
+std::optional<int> ParameterTable::Entry::owner() const {
+  if (sharding.cuts.empty()) return std::nullopt;
+  const auto* owner = std::get_if<comm::Owner>(&sharding.cuts.front().how);
+  return owner ? std::optional(owner->position) : std::nullopt;
 }
 
 std::string ParameterTable::Entry::name_on(int rank) const {
-  if (!slice) return name;
+  if (!piece) return name;
   const int replica = sharding.cuts.back().over.index_of(rank);
-  const auto [begin, end] = slice->slices->owned(slice->index, replica);
+  const auto [begin, end] = piece->pieces->owned(piece->index, replica);
   return begin == end ? "" : c10::str(name, "[", begin, ":", end, "]");
 }
 
 std::optional<size_t> ParameterTable::Entry::shard() const {
-  return slice && slice->is_shard ? std::optional(slice->index) : std::nullopt;
+  return piece && piece->is_shard ? std::optional(piece->index) : std::nullopt;
 }
 
 bool ParameterTable::Entry::shares_storage_in(const ParameterTable& table) const {
@@ -67,7 +65,7 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
   Entry& entry = entry_of(name);
   const comm::Sharding lies = nn::sharding_of(split, over);
   if (entry.is_divided()) {
-    SMP_CHECK_WITH(UsageError, entry.sharding == lies, "parameter \"", name, "\" is tied to \"",
+    SMP_CHECK_WITH(UsageError, entry.part() == lies, "parameter \"", name, "\" is tied to \"",
                    entry.name, "\" and divided in another way: ", split.to_string(), " against ",
                    entry.sharding.to_string(),
                    ". Modules that share a parameter must divide it alike; give them two "
@@ -79,7 +77,8 @@ void ParameterTable::divide(const std::string& name, const nn::ParameterSplit& s
                  " is said to be a part of ", split.to_string(), ", which would have shape ",
                  at::IntArrayRef(split.local_sizes()),
                  ". split_parameters() must tell how the module made it");
-  entry.sharding = lies;
+  entry.sharding.sizes = lies.sizes;
+  entry.sharding.cuts.push_back(lies.cuts.front());
   entry.captured_whole = captured_whole;
 }
 
@@ -89,20 +88,22 @@ void ParameterTable::set_waiting(const std::string& name, at::Tensor values) {
   tensors_.renew_storage(entry.tensor);
 }
 
-void ParameterTable::set_owner(const std::string& name, int rank, std::string reason) {
+void ParameterTable::set_owner(const std::string& name, const core::Axis& over, int rank,
+                               std::string reason) {
   Entry& entry = entry_of(name);
-  SMP_INTERNAL_ASSERT(!entry.owner, "\"", name, "\" has an owner already");
-  entry.owner = rank;
+  SMP_INTERNAL_ASSERT(!entry.owner(), "\"", name, "\" has an owner already");
+  entry.sharding.cuts.insert(entry.sharding.cuts.begin(), {over, comm::Owner{rank}});
   entry.owner_reason = std::move(reason);
 }
 
-void ParameterTable::set_slices(const std::shared_ptr<dp::ParameterSlices>& slices,
+void ParameterTable::set_pieces(const std::shared_ptr<dp::ParameterPieces>& pieces,
                                 const core::Axis& over, bool are_shards) {
-  for (size_t i = 0; i < slices->names().size(); ++i) {
-    Entry& entry = entry_of(slices->names()[i]);
-    entry.sharding = {entry.whole_sizes(), comm::memory_order(entry.tensor), entry.part().cuts};
-    entry.sharding.cuts.push_back({over, slices->range(i)});
-    entry.slice = Slice{slices, i, are_shards};
+  for (size_t i = 0; i < pieces->names().size(); ++i) {
+    Entry& entry = entry_of(pieces->names()[i]);
+    entry.sharding.sizes = entry.whole_sizes();
+    entry.sharding.order = comm::memory_order(entry.tensor);
+    entry.sharding.cuts.push_back({over, pieces->range(i)});
+    entry.piece = Piece{pieces, i, are_shards};
   }
 }
 

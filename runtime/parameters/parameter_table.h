@@ -18,7 +18,7 @@
 #include "smp/nn/parameter_split.h"
 
 namespace smp::dp {
-class ParameterSlices;
+class ParameterPieces;
 }  // namespace smp::dp
 
 namespace smp::runtime {
@@ -28,16 +28,16 @@ namespace smp::runtime {
 /// the same order on all ranks. Internal; belongs to the rank's thread.
 class ParameterTable {
  public:
-  /// A parameter that replicas divide.
-  struct Slice {
-    std::shared_ptr<dp::ParameterSlices> slices;
-    size_t index = 0;  ///< among those of `slices`
+  /// The place of a parameter that replicas divide, and of this one's piece of it.
+  struct Piece {
+    std::shared_ptr<dp::ParameterPieces> pieces;
+    size_t index = 0;  ///< among those of `pieces`
     /// Sharded data parallelism divides its values; `shard_optimizer_state` only its state for
     /// updates.
     bool is_shard = false;
 
     /// This replica's piece; undefined where it has none.
-    const at::Tensor& piece() const;
+    const at::Tensor& tensor() const;
     bool has_gradient() const;
   };
 
@@ -47,33 +47,36 @@ class ParameterTable {
         : graph::TensorTable::Entry(std::move(registered)),
           sharding{tensor.sizes().vec(), {}, {}} {}
 
-    /// How that which this rank updates of it lies on ranks. Ranks of a tensor-parallel group have
-    /// parts, of which `tensor` is this rank's; replicas have ranges of their part.
+    /// How that which this rank updates of it lies on ranks. Once partitioned, one of the pipeline
+    /// owns it. Ranks of a tensor-parallel group have parts, of which `tensor` is this rank's;
+    /// replicas have ranges of their part.
     comm::Sharding sharding;
 
     /// Its values in host memory, while `tensor` is shown on this rank's device without data
     /// (placement.h); undefined otherwise.
     at::Tensor waiting;
-    /// The rank of the pipeline that owns it; none before partitioning, when all have it.
-    std::optional<int> owner;
-    std::string owner_reason;  ///< for people
+    std::string owner_reason;  ///< why its owner has it, for people
     /// The user's code was captured on the whole, and is shown the whole's sizes when it is
     /// captured or guarded again.
     bool captured_whole = false;
     /// The memory of its ranges, where replicas divide it.
-    std::optional<Slice> slice;
+    std::optional<Piece> piece;
     /// A buffer that some graph writes.
     bool is_written = false;
 
     /// The tensor that has its values, or has yet to be given them.
     const at::Tensor& values() const { return waiting.defined() ? waiting : tensor; }
     bool is_parameter() const { return kind == graph::ValueKind::kParameter; }
+    /// The rank of the pipeline that owns it; none before partitioning, when all have it.
+    std::optional<int> owner() const;
+    /// How the ranks that have some of it divide it: `sharding` without the owner.
+    comm::Sharding within_owner() const { return sharding.only<comm::Blocks, comm::Range>(); }
     /// How `tensor` lies on ranks that have it: in blocks, of which replicas have the same.
-    comm::Sharding part() const;
+    comm::Sharding part() const { return sharding.only<comm::Blocks>(); }
     /// Whether the ranks of a tensor-parallel group divide it.
     bool is_divided() const { return !part().cuts.empty(); }
     /// The tensor that this rank updates: it or its piece, undefined where it has none.
-    const at::Tensor& updated() const { return slice ? slice->piece() : tensor; }
+    const at::Tensor& updated() const { return piece ? piece->tensor() : tensor; }
     /// The name of that, such as "fc.weight[0:64]" of a piece; empty where it has none.
     std::string name_on(int rank) const;
     /// The partition that the program pinned it to.
@@ -98,10 +101,10 @@ class ParameterTable {
   /// In the first step: `values` as `Entry::waiting`, for a tensor that has been given another
   /// storage.
   void set_waiting(const std::string& name, at::Tensor values);
-  /// In the first step.
-  void set_owner(const std::string& name, int rank, std::string reason);
-  /// When the replicas along an axis have divided parameters; `are_shards` as in `Slice`.
-  void set_slices(const std::shared_ptr<dp::ParameterSlices>& slices, const core::Axis& over,
+  /// In the first step; `rank` is the owner's position along the axis of the pipeline.
+  void set_owner(const std::string& name, const core::Axis& over, int rank, std::string reason);
+  /// When the replicas along an axis have divided parameters; `are_shards` as in `Piece`.
+  void set_pieces(const std::shared_ptr<dp::ParameterPieces>& pieces, const core::Axis& over,
                   bool are_shards);
   /// When a graph is found to write a buffer.
   void set_written(const std::string& name);

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "graph/recording.h"
 #include "runtime/model.h"
 #include "runtime/parameters/parameter_shards.h"
@@ -32,10 +32,10 @@ using Bucket = std::pair<const void*, size_t>;
 
 Bucket bucket_of(const Held& held) {
   const auto& [entry, lies, own, dtype, exists] = held;
-  const bool is_piece = entry->slice && lies.cuts.back().over == entry->sharding.cuts.back().over;
+  const bool is_piece = entry->piece && lies.cuts.back().over == entry->sharding.cuts.back().over;
   if (!is_piece) return {entry, 0};
-  const auto& [slices, index, is_shard] = *entry->slice;
-  return {slices.get(), slices->layout().slots[index].bucket};
+  const auto& [pieces, index, is_shard] = *entry->piece;
+  return {pieces.get(), pieces->layout().slots[index].bucket};
 }
 
 /// Puts tensors together, the cuts from the last to the first.
@@ -95,10 +95,10 @@ class Joins {
 
 }  // namespace
 
-std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime) {
-  std::vector<std::shared_ptr<dp::ParameterSlices>> result;
+std::vector<std::shared_ptr<dp::ParameterPieces>> pieces_of(const Runtime& runtime) {
+  std::vector<std::shared_ptr<dp::ParameterPieces>> result;
   for (const auto& model : runtime.models()) {
-    if (auto slices = model->slices()) result.push_back(std::move(slices));
+    if (auto pieces = model->pieces()) result.push_back(std::move(pieces));
   }
   if (runtime.parameter_shards()) result.push_back(runtime.parameter_shards()->parameters());
   return result;
@@ -106,13 +106,13 @@ std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runti
 
 at::Tensor whole_copy(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
   const at::NoGradGuard no_grad;
+  if (to_first && runtime.rank_in(CommGroup::kTp) > 0 && !entry.is_divided()) return {};
   comm::Sharding lies = entry.part();
-  // Before partitioning all have it, and that of the first counts.
-  lies.cuts.insert(lies.cuts.begin(),
-                   {runtime.topology().axis(CommGroup::kPp), comm::Owner{entry.owner.value_or(0)}});
+  // The last cut, so that the owners send their parts, which are joined where they arrive. Before
+  // partitioning all have it, and that of the first counts.
+  lies.cuts.push_back(
+      {runtime.topology().axis(CommGroup::kPp), comm::Owner{entry.owner().value_or(0)}});
   const bool has_part = lies.is_on(runtime.rank());
-  const bool joins_parts = has_part && entry.is_divided();
-  if (to_first && runtime.rank_in(CommGroup::kTp) > 0 && !joins_parts) return {};
   const bool is_joined = entry.shard() || entry.is_divided();  // else the owner keeps its own
   at::Tensor part = has_part ? part_of(runtime, entry, std::nullopt) : at::Tensor();
   if (has_part)

@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "runtime/runtime.h"
 
 // Tensors of a model that ranks have together, as `Entry::sharding` says: of the values, or with
@@ -17,7 +17,7 @@
 namespace smp::runtime {
 
 /// How parameters are divided among replicas, of all models that have some.
-std::vector<std::shared_ptr<dp::ParameterSlices>> slices_of(const Runtime& runtime);
+std::vector<std::shared_ptr<dp::ParameterPieces>> pieces_of(const Runtime& runtime);
 
 /// A copy of the values of a parameter or buffer, in host memory, on all ranks or on the first of
 /// each model, undefined on others. Collective over the pipeline, and over the ranks that have the

@@ -235,6 +235,13 @@ class Load {
     for (const Optimizer* optimizer : parts_.optimizers()) {
       optimizer->check_loadable({outlines, groups_for(*optimizer)}, path_, options_.strict());
     }
+    std::string problems;
+    for (const Optimizer* optimizer : parts_.optimizers()) {
+      problems += other_fields(*optimizer, outlines);
+    }
+    SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", path_,
+                   "\" has optimizer state that does not fit its parameters:", problems,
+                   "\nNothing was loaded. Use another checkpoint.");
     LossScaling::check_state(loss_scale());
   }
 
@@ -327,6 +334,26 @@ class Load {
       params[param].tensors[field] = values(name);
     }
     return params;
+  }
+
+  /// A line for each field of another shape than libtorch's optimizers and ours make it. Those of a
+  /// program's own optimizer may have any.
+  static std::string other_fields(const Optimizer& optimizer, const Params& saved) {
+    const auto& [type, layouts] = optimizer.fields();
+    if (type.rfind("torch::optim::", 0) != 0 && type.rfind("smp::optim::", 0) != 0) return "";
+    std::string lines;
+    for (const std::string& name : optimizer.parameters()) {
+      const auto param = saved.find(name);
+      if (param == saved.end()) continue;
+      const at::IntArrayRef shape = param->second.shape;
+      for (const auto& [field, tensor] : param->second.tensors) {
+        const bool is_elementwise = layouts.count(field) == 0 && tensor.dim() > 0;
+        if (!is_elementwise || tensor.sizes() == shape) continue;
+        lines += c10::str("\n  ", name, "/", field, ": expected shape ", shape, ", got ",
+                          tensor.sizes());
+      }
+    }
+    return lines;
   }
 
   /// Parameters in half precision that are stored in float32: the stored values are masters.

@@ -148,7 +148,7 @@ class MergedModel {
       specs_.emplace_back(tensor.name, checkpoint::spec_of(tensor.tensor));
       specs_.back().second.shape = entry.whole_sizes();
       for (const std::string& alias : tensor.aliases) aliases_[alias] = tensor.name;
-      sources_.push_back(owners[entry.owner.value_or(0)]);
+      sources_.push_back(owners[entry.owner().value_or(0)]);
       // The first of the ranks that have a divided parameter together gets the value.
       values_.emplace_back([&runtime, &entry] { return whole_on_one(runtime, entry, 0); });
     }

@@ -13,7 +13,7 @@
 #include "checkpoint/apply.h"
 #include "comm/communicator.h"
 #include "core/check.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "graph/absent.h"
 #include "graph/tracer.h"
 #include "runtime/first_difference.h"
@@ -83,7 +83,7 @@ void gather_from_owners(const Model& model) {
   }
   for (const auto& tensors : {model.parameters(), model.buffers()}) {
     for (const at::Tensor& tensor : tensors) {
-      const int root = *runtime.table().at(tensor).owner;
+      const int root = *runtime.table().at(tensor).owner();
       allocate_data(tensor);
       graph::become_present(tensor);
       const at::Tensor copy = tensor.detach().cpu().contiguous();
@@ -120,7 +120,7 @@ void backward(const Model& model, const std::vector<at::Tensor>& tensors,
 Model::TensorDict virtual_named_parameters(const Model& model) {
   Runtime& runtime = model.runtime();
   const OwnUse parameters(runtime);
-  for (const auto& slices : slices_of(runtime)) slices->bind();
+  for (const auto& pieces : pieces_of(runtime)) pieces->bind();
   Model::TensorDict result;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& item : model.local_named_parameters()) {

@@ -7,8 +7,8 @@
 
 #include "core/check.h"
 #include "core/log.h"
-#include "graph/batch_axis.h"
 #include "graph/live_results.h"
+#include "nn/rewrite/batch_axis.h"
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
 #include "runtime/step/measuring.h"
@@ -43,7 +43,7 @@ class Chooser {
     if (request_.per_microbatch) return "its function runs for each microbatch";
     if (config.pipeline() == "file") return "a schedule file is for one number of microbatches";
     if (config.load_partition()) return "a partition is loaded, which is for one graph";
-    return graph::why_not_together(request_.graph);
+    return nn::rewrite::why_not_together(request_.graph);
   }
 
   /// Numbers of microbatches of a batch to run as one, ascending: so many that a microbatch is left
@@ -78,7 +78,7 @@ class Chooser {
           request_.capture(request_.inputs(request_.microbatches / factor));
       if (traced.recorded) graph::give_data_to_constants(*traced.recorded, traced.kept);
       const graph::Graph& many = traced.recorded ? *traced.recorded : *traced.match;
-      const auto axes = graph::find_batch_axes(request_.graph, many, factor);
+      const auto axes = nn::rewrite::find_batch_axes(request_.graph, many, factor);
       refusal = axes.refusal;
       if (refusal) return nullptr;
       return std::make_shared<graph::Coalesced>(

@@ -71,11 +71,12 @@ class StepPlanner {
   /// memory.
   std::vector<double> activation_limits(const partitioner::Plan& plan, int64_t limit) const {
     if (limit == 0) return {};
-    std::vector<double> limits(
-        ranks_, static_cast<double>(limit - prediction_.recomputed - prediction_.working));
+    std::vector<double> limits;
+    for (const int64_t bytes : prediction_.rank_memory) {
+      limits.push_back(static_cast<double>(limit - bytes));
+    }
     for (int s = 0; s < plan.stages(); ++s) {
-      const auto& stage = prediction_.stages[s];
-      limits[plan.rank_of_stage[s]] -= static_cast<double>(stage.memory() - stage.activations);
+      limits[plan.rank_of_stage[s]] += static_cast<double>(prediction_.stages[s].activations);
     }
     for (double& limit : limits) limit = std::max(limit, 0.0);
     return limits;
@@ -248,8 +249,8 @@ std::vector<int> best_placement(const Config& config, const std::string& file,
       const auto plan = partitioner::partition_in_best_order(
           graph, partitioner::PartitionOptions(options).placement(placement));
       const auto ordered = partitioner::reordered(graph, plan.order);
-      const double makespan = StepPlanner(config, file, ordered, plan, ranks, options.step(),
-                                          /*settled=*/false)
+      const double makespan = StepPlanner(config, file, ordered, plan, ranks,
+                                          options.step().in_order(plan.order), /*settled=*/false)
                                   .shortest();
       if (makespan >= shortest) continue;
       shortest = makespan;

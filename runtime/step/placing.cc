@@ -59,7 +59,7 @@ void settle_owners(Runtime& runtime, const graph::Graph& graph, const partitione
       last = *pin;
     }
     const auto reason = reasons.find(entry.name);
-    runtime.table().set_owner(entry.name, last,
+    runtime.table().set_owner(entry.name, runtime.topology().axis(CommGroup::kPp), last,
                               reason != reasons.end() ? reason->second
                               : pin
                                   ? "pinned; no operator of the first step uses it"
@@ -85,9 +85,9 @@ void check_overlaps(const ParameterTable& table) {
     for (const auto* other : others) {
       const auto [other_begin, other_end] = range_of(other->tensor);
       const bool overlap = std::max(begin, other_begin) < std::min(end, other_end);
-      SMP_CHECK_WITH(UsageError, !overlap || other->owner == entry.owner, "\"", other->name,
+      SMP_CHECK_WITH(UsageError, !overlap || other->owner() == entry.owner(), "\"", other->name,
                      "\" and \"", entry.name, "\" lie on the same memory, and partitions ",
-                     *other->owner, " and ", *entry.owner,
+                     *other->owner(), " and ", *entry.owner(),
                      " would each have a copy of it. Register one tensor under both names, or keep "
                      "what uses them on one partition with smp::partition");
     }
@@ -200,8 +200,7 @@ void apply_first_plan(Runtime& runtime, const PlannedGraph& planned, int microba
   Holding(runtime, splits).run();
   core::return_freed_memory();  // memory of divided tensors
   const std::string report =
-      partitioner::report(graph, planned.plan,
-                          step_model(runtime, microbatches).largest_region(planned.largest_region));
+      partitioner::report(graph, planned.plan, step_model(runtime, planned, microbatches));
   if (runtime.rank() == 0 && runtime.topology().pp_size() > 1) core::log_info(report);
   for (const auto& model : runtime.models()) {
     model->set_partition_report(report);

@@ -12,6 +12,7 @@
 #include "partitioner/best_order.h"
 #include "partitioner/format.h"
 #include "partitioner/order.h"
+#include "runtime/parameters/parameter_shards.h"
 #include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/plan_file.h"
@@ -35,7 +36,7 @@ partitioner::Owners pins_of(const Runtime& runtime) {
 partitioner::Owners owners_of(const Runtime& runtime) {
   partitioner::Owners owners;
   for (const auto& entry : runtime.table().entries()) {
-    if (entry.owner) owners.emplace(entry.name, *entry.owner);
+    if (const auto owner = entry.owner()) owners.emplace(entry.name, *owner);
   }
   return owners;
 }
@@ -62,8 +63,8 @@ class Planner {
     const auto options = options_for(graph, regions, limit());
     const Plan plan = partitioner::partition_in_best_order(graph, options);
     return plan_step(config_, runtime_.first_step.schedule,
-                     partitioner::reordered(graph, plan.order), plan, ranks_, options.step(),
-                     runtime_.partitioned())
+                     partitioner::reordered(graph, plan.order), plan, ranks_,
+                     options.step().in_order(plan.order), runtime_.partitioned())
         .simulation.makespan;
   }
 
@@ -107,6 +108,7 @@ class Planner {
                        .allow_empty_stages(runtime_.partitioned());
     options.step()
         .largest_region(partitioner::largest_region_bytes(*captured_, regions))
+        .regions(regions)
         .memory_limit(limit);
     return options.placement(
         runtime_.partitioned()
@@ -222,12 +224,22 @@ PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Grap
   }
 }
 
+partitioner::StepModel step_model(const Runtime& runtime, const PlannedGraph& planned,
+                                  int microbatches) {
+  return step_model(runtime, microbatches)
+      .largest_region(planned.largest_region)
+      .regions(planned.regions);
+}
+
 partitioner::StepModel step_model(const Runtime& runtime, int microbatches) {
   auto step = step_model(runtime.config(), runtime.topology().pp_size(), microbatches,
                          runtime.topology().rdp_size());
   step.shards(runtime.shards_of_replica());
   step.costs(runtime.first_step.costs);
   step.optimizer_states(runtime.first_step.state_factors);
+  if (const ParameterShards* shards = runtime.parameter_shards()) {
+    step.sharding().names(shards->names());
+  }
   // One more is being written.
   if (!runtime.device().is_cpu()) step.messages(runtime.execution.messages_ahead + 1);
   if (limited_by_devices(runtime)) step.memory_limit(runtime.first_step.device_share);

@@ -37,8 +37,10 @@ struct PlannedGraph {
 PlannedGraph make_plan(Runtime& runtime, const std::shared_ptr<const graph::Graph>& graph,
                        int microbatches);
 
-/// The step in which a plan is used, by all of the runtime's ranks.
+/// The step in which a plan is used, by all of the runtime's ranks; with the regions of a graph.
 partitioner::StepModel step_model(const Runtime& runtime, int microbatches);
+partitioner::StepModel step_model(const Runtime& runtime, const PlannedGraph& planned,
+                                  int microbatches);
 
 /// The predicted time, in us, of a step that runs the graph (which has costs) on `microbatches`,
 /// with the plan and schedule that it would get; infinite where there is no such plan. The same on

@@ -27,7 +27,7 @@ using pipeline::TensorHash;
 
 namespace {
 
-/// Above those of the channels and of `StepProgram`'s copies.
+/// Above those of the channels and of copies (pipeline/copies.cc).
 constexpr comm::Tag kReplayTag = (1 << 19) + (1 << 18);
 
 /// The first hash in which two records of a microbatch differ; null if none does. One that `again`
@@ -89,13 +89,10 @@ std::optional<std::string> differing_weight(const Runtime& runtime) {
 
 }  // namespace
 
-ReplayCheck::ReplayCheck(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-                         const std::vector<pipeline::Edge>& edges, int microbatches,
-                         std::shared_ptr<const RecordedRows> rows)
+ReplayCheck::ReplayCheck(Runtime& runtime, const pipeline::PartitionedGraph& partitioned,
+                         int microbatches, std::shared_ptr<const RecordedRows> rows)
     : runtime_(runtime),
-      graph_(graph),
-      plan_(plan),
-      edges_(edges),
+      partitioned_(partitioned),
       microbatches_(microbatches),
       rows_(std::move(rows)) {}
 
@@ -107,7 +104,7 @@ ReplayCheck::Peers ReplayCheck::peers_for(int stage) const {
     const int me = runtime_.rank_in(CommGroup::kRdp);
     return {CommGroup::kRdp, (me + count - 1) % count, (me + 1) % count};
   }
-  const int runs = plan_.rank_of_stage[stage];
+  const int runs = partitioned_.plan.rank_of_stage[stage];
   const int again = runs == ranks - 1 ? ranks - 2 : ranks - 1;
   const int me = runtime_.rank_in(CommGroup::kPp);
   return {CommGroup::kPp, me == again ? runs : -1, me == runs ? again : -1};
@@ -123,7 +120,7 @@ void ReplayCheck::begin_step(Step step) {
   step_ = std::move(step);
   if (runtime_.parameter_shards() != nullptr) return;
   const int64_t turn = number / period;
-  const auto count = static_cast<int64_t>(plan_.rank_of_stage.size());
+  const auto count = static_cast<int64_t>(partitioned_.plan.rank_of_stage.size());
   const auto index = static_cast<int>(turn % count);
   peers_ = peers_for(index);
   if (peers_.to == -1) return;
@@ -160,7 +157,7 @@ void ReplayCheck::on_end(size_t /*index*/, const pipeline::Action& action) {
 pipeline::Stage& ReplayCheck::stage(int index) {
   auto& stage = stages_[index];
   if (stage == nullptr) {
-    stage = std::make_unique<pipeline::Stage>(graph_, plan_, edges_, index, /*microbatches=*/1,
+    stage = std::make_unique<pipeline::Stage>(partitioned_, index, /*microbatches=*/1,
                                               runtime_.table().tensors());
   }
   return *stage;
@@ -168,8 +165,8 @@ pipeline::Stage& ReplayCheck::stage(int index) {
 
 std::vector<graph::TensorMeta> ReplayCheck::metas(int stage) {
   std::vector<graph::TensorMeta> metas;
-  const auto given = this->stage(stage).program().given();
-  for (graph::ValueId id : given) metas.push_back(graph_.values[id].meta);
+  const pipeline::StageProgram& program = this->stage(stage).program();
+  for (graph::ValueId id : program.given()) metas.push_back(program.graph.values[id].meta);
   return metas;
 }
 

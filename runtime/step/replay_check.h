@@ -15,7 +15,6 @@
 #include "graph/graph.h"
 #include "graph/graph_map.h"
 #include "graph/random.h"
-#include "partitioner/plan.h"
 #include "pipeline/observer.h"
 #include "pipeline/stage.h"
 #include "runtime/runtime.h"
@@ -45,9 +44,8 @@ struct ReplayCase {
 /// its own part of the schedule is over, while gradients are being reduced.
 class ReplayCheck final : public pipeline::Observer {
  public:
-  /// `graph`, `plan` and `edges` (those of the plan) outlive it.
-  ReplayCheck(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-              const std::vector<pipeline::Edge>& edges, int microbatches,
+  /// `partitioned` outlives it.
+  ReplayCheck(Runtime& runtime, const pipeline::PartitionedGraph& partitioned, int microbatches,
               std::shared_ptr<const RecordedRows> rows);
 
   struct Step {
@@ -90,9 +88,7 @@ class ReplayCheck final : public pipeline::Observer {
   std::optional<std::string> compare(const ReplayCase& run);
 
   Runtime& runtime_;
-  const graph::Graph& graph_;
-  const partitioner::Plan& plan_;
-  const std::vector<pipeline::Edge>& edges_;
+  const pipeline::PartitionedGraph& partitioned_;
   const int microbatches_;
   const std::shared_ptr<const RecordedRows> rows_;
   std::map<int, std::unique_ptr<pipeline::Stage>> stages_;  // stages to run again

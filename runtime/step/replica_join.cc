@@ -81,7 +81,7 @@ void ReplicaJoin::take_model_of(int root) {
   for (const auto& entry : runtime_.table().entries()) {
     if (runtime_.owns(entry)) tensors.push_back(entry.tensor.detach());
   }
-  dp::broadcast_in_pieces(std::move(tensors), runtime_.replicas(), root);
+  dp::broadcast_in_chunks(std::move(tensors), runtime_.replicas(), root);
   for (const auto& model : runtime_.models()) {
     for (Average* average : model->averages) average->take_of(runtime_.replicas(), root);
   }

@@ -19,16 +19,59 @@ constexpr int kTimelineSteps = 3;
 
 using TimelineState = Execution::TimelineState;
 
+pipeline::Frame frame_of(const Runtime& runtime, const graph::Graph& graph,
+                         const partitioner::Plan& plan, bool has_store,
+                         const std::map<int, pipeline::SharedOutputs>& outputs) {
+  pipeline::Frame frame;
+  frame.copies = pipeline::copies_of(plan);
+  for (pipeline::Frame::Copy& copy : frame.copies) {
+    for (const graph::ValueId id : copy.values) {
+      const ParameterShards* sharding = runtime.parameter_shards();
+      copy.is_divided |= sharding && sharding->names().count(graph.values[id].name) > 0;
+    }
+  }
+  for (const auto& [stage, unused] : outputs) frame.outputs.push_back(stage);
+  if (has_store) {
+    frame.loading_horizon = static_cast<int>(runtime.config().activation_loading_horizon());
+  }
+  return frame;
+}
+
+/// A simulation with the actions that were added to its schedule, which take no time.
+pipeline::Simulation with_added(pipeline::Simulation simulation,
+                                const pipeline::Schedule& schedule) {
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    std::vector<pipeline::TimedAction> all;
+    auto next = simulation.timeline[rank].begin();
+    pipeline::TimedAction now;
+    for (const pipeline::Action& action : schedule.actions(rank)) {
+      const bool is_simulated = next != simulation.timeline[rank].end() && next->action == action;
+      now = is_simulated ? *next++ : pipeline::TimedAction{action, now.end, now.end, now.memory};
+      all.push_back(now);
+    }
+    simulation.timeline[rank] = std::move(all);
+  }
+  return simulation;
+}
+
 }  // namespace
 
 ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
                                const partitioner::Plan& plan, partitioner::Regions regions,
-                               PlannedStep step)
+                               PlannedStep step, pipeline::GradientSums* gradients, bool shares_all)
     : runtime_(runtime),
       graph_(graph),
       plan_(plan),
       regions_(std::move(regions)),
-      edges_(std::move(step.edges)) {
+      edges_(std::move(step.edges)),
+      partitioned_(graph, plan, edges_),
+      gradients_(gradients),
+      store_(runtime.config().offload_activations() && !regions_.empty()
+                 ? runtime.activation_store()
+                 : nullptr),
+      outputs_(pipeline::shared_outputs(graph, plan, step.schedule.ranks(),
+                                        step.schedule.microbatches(), shares_all)),
+      frame_(frame_of(runtime, graph, plan, store_ != nullptr, outputs_)) {
   if (!step.report.empty() && runtime.rank() == 0) core::log_info(step.report);
   use(step);
   if (!graph.trains()) return;
@@ -53,36 +96,43 @@ bool ScheduleRunner::is_auto() const {
 /// Runs another schedule from the next step on. The stages of the one before go first, for their
 /// memory.
 void ScheduleRunner::use(const pipeline::RankedSchedule& scheduled) {
+  const pipeline::Schedule schedule = pipeline::with_frame(scheduled.schedule, frame_);
   name_ = scheduled.name;
-  predicted_ = scheduled.simulation;
-  const bool runs_already = executor_ && executor_->schedule() == scheduled.schedule;
+  predicted_ = with_added(scheduled.simulation, schedule);
+  const bool runs_already = executor_ && executor_->schedule() == schedule;
   if (runs_already) return;
   executor_.reset();
-  executor_ = std::make_unique<pipeline::Executor>(scheduled.schedule, graph_, edges_,
-                                                   runtime_.pipeline_channels(),
-                                                   runtime_.execution.messages_ahead);
-  add_stages(scheduled.schedule.microbatches());
+  executor_ = std::make_unique<pipeline::Executor>(
+      schedule, graph_, edges_, runtime_.pipeline_channels(), runtime_.execution.messages_ahead);
+  add_stages(schedule.microbatches());
+}
+
+/// Constants, as far as is known: an earlier step of another graph may have written them.
+std::set<graph::ValueId> ScheduleRunner::unwritten() const {
+  std::set<graph::ValueId> result;
+  for (const pipeline::Frame::Copy& copy : frame_.copies) {
+    for (const graph::ValueId id : copy.values) {
+      const auto& entry = runtime_.table().at(graph_.values[id].name);
+      if (!entry.is_parameter() && !entry.is_written) result.insert(id);
+    }
+  }
+  return result;
 }
 
 void ScheduleRunner::add_stages(int microbatches) {
-  const Config& config = runtime_.config();
-  std::shared_ptr<graph::TensorStore> store;
-  if (config.offload_activations() && !regions_.empty()) {
-    store = runtime_.activation_store();
-    executor_->set_loading_horizon(static_cast<int>(config.activation_loading_horizon()));
-  }
   for (int index = 0; index < plan_.stages(); ++index) {
     if (plan_.rank_of_stage[index] != runtime_.rank_in(CommGroup::kPp)) continue;
-    auto stage = std::make_unique<pipeline::Stage>(graph_, plan_, executor_->edges(), index,
-                                                   microbatches, runtime_.table().tensors());
-    if (!regions_.empty()) stage->set_regions(regions_, store);
-    executor_->add_stage(std::move(stage));
+    executor_->add_stage(std::make_unique<pipeline::Stage>(
+        partitioned_, index, microbatches, runtime_.table().tensors(), regions_, store_));
   }
   if (const ParameterShards* sharding = runtime_.parameter_shards()) {
     executor_->use_shards(sharding->parameters(), sharding->shard_of_value(runtime_, graph_),
                           regions_);
   }
-  if (config.cuda_graphs() != "off") executor_->use_device_graphs(config.cuda_graphs() == "on");
+  executor_->use_frame(graph_, frame_.copies, runtime_.table().tensors(), outputs_);
+  executor_->set_gradients(gradients_);
+  const std::string graphs = runtime_.config().cuda_graphs();
+  if (graphs != "off") executor_->use_device_graphs(/*required=*/graphs == "on");
 }
 
 /// Begins to record a part of the trial, or the timeline.
@@ -95,6 +145,7 @@ void ScheduleRunner::record() {
 
 pipeline::StepResults ScheduleRunner::run(pipeline::Executor::Step step) {
   const auto& observers = runtime_.execution.observers;
+  step.unwritten = unwritten();
   step.observers.insert(step.observers.end(), observers.begin(), observers.end());
   if (records_) step.observers.push_back(recording_.get());
   return executor_->run(step);

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -10,6 +12,7 @@
 #include "partitioner/checkpointing.h"
 #include "partitioner/plan.h"
 #include "pipeline/executor.h"
+#include "pipeline/frame.h"
 #include "runtime/runtime.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/schedule_trial.h"
@@ -28,10 +31,13 @@ namespace smp::runtime {
 /// by then stays as it is.
 class ScheduleRunner {
  public:
-  /// `graph`, in the plan's order, `plan` and `runtime` outlive it. `regions`: those that run again
-  /// in the backward pass, per operator; empty: nothing. Collective over the pipeline.
+  /// `graph`, in the plan's order, `plan`, `gradients` (where the graph trains) and `runtime`
+  /// outlive it. `regions`: those that run again in the backward pass, per operator; empty:
+  /// nothing. `shares_all`: ranks give each other outputs of several elements, too. Collective over
+  /// the pipeline.
   ScheduleRunner(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-                 partitioner::Regions regions, PlannedStep step);
+                 partitioner::Regions regions, PlannedStep step, pipeline::GradientSums* gradients,
+                 bool shares_all);
 
   /// Runs a step, and has it observed by those that look at all steps, too.
   pipeline::StepResults run(pipeline::Executor::Step step);
@@ -46,8 +52,8 @@ class ScheduleRunner {
   std::string describe() const { return title() + "\n" + executor_->describe(); }
 
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
-  /// Those of the plan, for as long as this lives.
-  const std::vector<pipeline::Edge>& edges() const { return edges_; }
+  /// The graph in stages, for as long as this lives.
+  const pipeline::PartitionedGraph& partitioned() const { return partitioned_; }
 
   /// The stages of this rank, by number.
   const auto& stages() const { return executor_->stages(); }
@@ -56,6 +62,7 @@ class ScheduleRunner {
   bool is_auto() const;
   void use(const pipeline::RankedSchedule& scheduled);
   void add_stages(int microbatches);
+  std::set<graph::ValueId> unwritten() const;
   void record();
   bool begin_recording();
   bool replicas_are_together();
@@ -67,6 +74,11 @@ class ScheduleRunner {
   const partitioner::Plan& plan_;
   const partitioner::Regions regions_;
   const std::vector<pipeline::Edge> edges_;
+  const pipeline::PartitionedGraph partitioned_;
+  pipeline::GradientSums* const gradients_;
+  const std::shared_ptr<graph::TensorStore> store_;  // null: nothing goes there
+  const std::map<int, pipeline::SharedOutputs> outputs_;
+  const pipeline::Frame frame_;
   std::string identity_;  // identity of the program, the same in all replicas
   std::string name_;      // name of the schedule
   pipeline::Simulation predicted_;

@@ -224,8 +224,6 @@ StepProgram::Inputs StepFunction::inputs_of(const Prepared& prepared, Batches& b
   for (const auto& list : traced.contents) step.contents.push_back(prepared.map.contents(list));
   step.random_stream = stream_;
   step.name = name_;
-  step.detach_outputs = options_.detach_outputs();
-  step.share_outputs = options_.share_outputs();
   return step;
 }
 
@@ -537,8 +535,8 @@ StepFunction::Prepared& StepFunction::prepare(const Traced& traced, const StepCa
     }
   }
   prepared.map = graph::compose(map, graph::GraphMap::in_order(*runs, planned.plan.order));
-  prepared.program =
-      std::make_shared<StepProgram>(runtime_, std::move(planned), count, !first, map.factor);
+  prepared.program = std::make_shared<StepProgram>(runtime_, std::move(planned), count, !first,
+                                                   options_, map.factor);
   return prepared;
 }
 

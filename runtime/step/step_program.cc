@@ -1,19 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/step_program.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 
 #include "core/check.h"
 #include "core/heap.h"
 #include "dp/comm_errors.h"
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 #include "dp/replica_state.h"
 #include "graph/below_autograd.h"
 #include "graph/leaf.h"
-#include "pipeline/message.h"
 #include "runtime/model.h"
 #include "runtime/parameters/foreign.h"
 #include "runtime/parameters/parameter_shards.h"
@@ -26,12 +22,9 @@
 namespace smp::runtime {
 namespace {
 
-/// Tags of the channels come first; these are above any number of edges.
-constexpr comm::Tag kReplicaTag = 1 << 19;
-
-void check_still_trained(const dp::ParameterSlices& slices,
+void check_still_trained(const dp::ParameterPieces& pieces,
                          const std::vector<at::Tensor>& trained) {
-  const auto& at_first = slices.parameters();
+  const auto& at_first = pieces.parameters();
   const bool same = std::equal(trained.begin(), trained.end(), at_first.begin(), at_first.end(),
                                [](const auto& a, const auto& b) { return a.is_same(b); });
   SMP_CHECK_WITH(UsageError, same,
@@ -46,32 +39,31 @@ void check_still_trained(const dp::ParameterSlices& slices,
 }  // namespace
 
 StepProgram::StepProgram(std::shared_ptr<Runtime> runtime, PlannedGraph planned,
-                         int64_t microbatches, bool settled, int64_t coalesced)
+                         int64_t microbatches, bool settled, const StepOptions& options,
+                         int64_t coalesced)
     : runtime_(std::move(runtime)),
       graph_(std::move(planned.graph)),
       plan_(std::move(planned.plan)),
       microbatches_(microbatches),
       coalesced_(coalesced),
-      pipeline_(runtime_->group(CommGroup::kPp)),
+      keeps_history_(!options.detach_outputs()),
       foreign_gradients_(foreign_gradients(*runtime_, *graph_)) {
   core::return_scratch_memory();  // memory of the sizes that other programs compute with
   const Config& config = runtime_->config();
-  const int ranks = pipeline_->size();
-  const auto model =
-      step_model(*runtime_, static_cast<int>(microbatches_)).largest_region(planned.largest_region);
+  const int ranks = runtime_->group(CommGroup::kPp)->size();
+  const auto model = step_model(*runtime_, planned, static_cast<int>(microbatches_));
   auto step =
       plan_step(config, runtime_->first_step.schedule, *graph_, plan_, ranks, model, settled);
-  if (const ParameterShards* sharding = runtime_->parameter_shards()) {
-    divide_into_units(config, *sharding, *graph_, planned.regions, model, plan_, step);
-  }
-  find_copies();
+  if (runtime_->parameter_shards()) divide_into_units(*graph_, model, plan_, step);
+  allocate_copies();
   if (runtime_->parameter_shards()) {
     const auto& divided = runtime_->parameter_shards()->parameters()->parameters();
     absent_.insert(absent_.end(), divided.begin(), divided.end());
   }
   const graph::UnseenScope present(absent_);
-  runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(planned.regions),
-                                             std::move(step));
+  runner_ = std::make_unique<ScheduleRunner>(
+      *runtime_, *graph_, plan_, std::move(planned.regions), std::move(step),
+      graph_->trains() ? &gradients_ : nullptr, options.share_outputs());
   make_records(*planned.captured);
 }
 
@@ -89,23 +81,18 @@ void StepProgram::make_records(const graph::Graph& captured) {
     }
   }
   if (!checks) return;
-  replay_check_ = std::make_unique<ReplayCheck>(*runtime_, *graph_, plan_, runner_->edges(),
+  replay_check_ = std::make_unique<ReplayCheck>(*runtime_, runner_->partitioned(),
                                                 static_cast<int>(microbatches_), rows);
 }
 
-/// Stages of one rank share one copy, and the owner's stages the owner's tensor.
-void StepProgram::find_copies() {
-  for (const auto& replica : plan_.replicas) {
-    const Copy copy{replica.value, plan_.rank_of_stage[replica.owner],
-                    plan_.rank_of_stage[replica.stage]};
-    const bool known = std::any_of(copies_.begin(), copies_.end(), [&](const Copy& other) {
-      return other.value == copy.value && other.to == copy.to;
-    });
-    if (copy.from == copy.to || known) continue;
-    copies_.push_back(copy);
-    if (copy.to != pipeline_->rank()) continue;
-    absent_.push_back(runtime_->table().at(graph_->values[copy.value].name).tensor);
-    allocate_data(absent_.back());
+/// Gives memory to this rank's copies of tensors that others own.
+void StepProgram::allocate_copies() {
+  for (const pipeline::Frame::Copy& copy : pipeline::copies_of(plan_)) {
+    if (plan_.rank_of_stage[copy.to] != runtime_->rank_in(CommGroup::kPp)) continue;
+    for (const graph::ValueId id : copy.values) {
+      absent_.push_back(runtime_->table().at(graph_->values[id].name).tensor);
+      allocate_data(absent_.back());
+    }
   }
 }
 
@@ -152,8 +139,8 @@ void StepProgram::make_gradients() {
     bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
     bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
     bucket.gradients_as_summed = model->half().has_value();
-    const auto slices = model->slices();
-    if (slices) check_still_trained(*slices, parameters);
+    const auto pieces = model->pieces();
+    if (pieces) check_still_trained(*pieces, parameters);
     whole_.push_back(model->gradients(parameters, bucket));
     divisors_.push_back(bucket.divisor);
     for (graph::ValueId id : own) places[id].sums = places[id].whole = whole_.back().get();
@@ -274,51 +261,16 @@ void StepProgram::finish_training(const std::string& name, ReplicaPace pace) {
   losses_.report(*runtime_, name, bad_ones);
 }
 
-/// A copy of a tensor for other ranks, gathered from its shards if it has some. Collective over the
-/// ranks that have them together.
-at::Tensor StepProgram::whole_copy(const ParameterTable::Entry& entry) const {
-  const auto shard = entry.shard();
-  if (!shard) return entry.tensor.detach().contiguous();
-  dp::ShardedParameters& parameters = *runtime_->parameter_shards()->parameters();
-  parameters.gather(*shard);
-  parameters.wait(*shard);
-  const at::Tensor copy = entry.tensor.detach().clone(at::MemoryFormat::Contiguous);
-  parameters.release(*shard);
-  return copy;
-}
-
-/// Parameters that an optimizer may have changed, and buffers that a step may have: from their
-/// owners to the stages that read them too.
-void StepProgram::refresh_replicas() {
-  at::NoGradGuard no_grad;
-  std::vector<WorkPtr> sends;
-  std::vector<at::Tensor> copies;
-  for (size_t i = 0; i < copies_.size(); ++i) {
-    const Copy& copied = copies_[i];
-    const graph::Value& value = graph_->values[copied.value];
-    const auto& entry = runtime_->table().at(value.name);
-    if (!entry.is_parameter() && !entry.is_written) continue;  // constant
-    const at::Tensor& tensor = entry.tensor;
-    const comm::Tag tag = kReplicaTag + static_cast<comm::Tag>(i);
-    if (copied.from == pipeline_->rank()) {
-      copies.push_back(whole_copy(entry));
-      sends.push_back(pipeline_->isend(copies.back(), copied.to, tag));
-    } else if (copied.to == pipeline_->rank()) {
-      const at::Tensor copy = at::empty(tensor.sizes(), tensor.options());
-      pipeline_->recv(copy, copied.from, tag);
-      tensor.detach().copy_(copy);
-    }
-  }
-  for (const auto& work : sends) work->wait();
-}
-
 /// Sees to it that the step is recorded as far as a record is wanted.
 void StepProgram::begin_records(const Inputs& inputs, pipeline::Executor::Step& step) {
   if (!replay_check_ && !hashed_) return;
   records_.clear();
   step.records = &records_;
   if (replay_check_) {
-    replay_check_->begin_step({inputs.name, step.keys, inputs.constants, together_.is_complete});
+    std::vector<graph::RandomKey> keys;
+    for (const auto& microbatch : step.microbatches) keys.push_back(microbatch.key);
+    replay_check_->begin_step(
+        {inputs.name, std::move(keys), inputs.constants, together_.is_complete});
   }
   for (const auto& [stage, unused] : runner_->stages()) {
     for (int m = 0; m < static_cast<int>(microbatches_); ++m) {
@@ -367,7 +319,6 @@ StepProgram::Outputs StepProgram::run(Inputs inputs) {
   const graph::UnseenScope present(absent_);
   complete_overrides(inputs);
   if (graph_->trains()) begin_training(inputs.name);
-  refresh_replicas();
   pipeline::Executor::Step step = operands(inputs);
   begin_records(inputs, step);
   const Reductions reductions = observe_reductions(runner_->begin_step());
@@ -385,29 +336,25 @@ StepProgram::Outputs StepProgram::run(Inputs inputs) {
   for (auto& output : results.outputs) {
     outputs[output.position][output.microbatch] = std::move(output.value);
   }
-  share_outputs(outputs, inputs.share_outputs);
   return outputs;
 }
 
 pipeline::Executor::Step StepProgram::operands(const Inputs& inputs) {
   pipeline::Executor::Step step;
-  step.inputs = inputs.tensors;
   for (int64_t m = 0; m < microbatches_; ++m) {
-    graph::RandomKey key;
-    key.seed = *runtime_->progress.seed;
-    key.step_function = inputs.random_stream;
-    key.call = inputs.step_call;
-    key.global_microbatch = global_microbatch(m);
-    step.keys.push_back(key);
+    pipeline::Executor::Microbatch& microbatch = step.microbatches.emplace_back();
+    microbatch.inputs = inputs.tensors[m];
+    microbatch.key = {*runtime_->progress.seed, inputs.random_stream, inputs.step_call,
+                      global_microbatch(m)};
+    // Lists that are one for all hold from the first on.
+    const bool changes = has_overrides() && m < static_cast<int64_t>(inputs.constants.size());
+    if (!changes) continue;
+    microbatch.constants = inputs.constants[m];
+    microbatch.contents = inputs.contents[m];
   }
-  if (has_overrides()) {
-    step.constants = inputs.constants;
-    step.contents = inputs.contents;
-  }
-  if (graph_->trains()) step.gradients = &gradients_;
-  step.keeps_history = !inputs.detach_outputs;
+  step.keeps_history = keeps_history_;
   step.keeps_losses = losses_.begin(*runtime_, inputs.step_call);
-  step.why_no_device_graphs = why_no_device_graphs(inputs);
+  step.why_no_device_graphs = why_no_device_graphs();
   return step;
 }
 
@@ -421,7 +368,7 @@ bool StepProgram::changes_numbers() const {
 }
 
 /// See `Executor::Step`.
-core::Refusal StepProgram::why_no_device_graphs(const Inputs& inputs) const {
+core::Refusal StepProgram::why_no_device_graphs() const {
   if (changes_numbers()) return "numbers that the step function uses change between its calls";
   if (replay_check_ || hashed_)
     return "computations are recorded (\"replay_check\", \"record_hashes\")";
@@ -429,7 +376,7 @@ core::Refusal StepProgram::why_no_device_graphs(const Inputs& inputs) const {
     return "weights add up gradients themselves (\"gradient_accumulation_fusion\")";
   if (runtime_->parameter_shards())
     return "parameters are divided (\"sharded_data_parallel_degree\")";
-  if (!inputs.detach_outputs) return "outputs keep their history (detach_outputs(false))";
+  if (keeps_history_) return "outputs keep their history (detach_outputs(false))";
   return std::nullopt;
 }
 
@@ -444,57 +391,6 @@ uint64_t StepProgram::global_microbatch(int64_t microbatch) const {
     batch = topology.dp_rank(group[microbatch / each]);
   }
   return static_cast<uint64_t>(batch * each + microbatch % each);
-}
-
-/// Sends each rank's outputs to all ranks of the pipeline, in one message per rank; or, unless it
-/// is `all`, those of one element.
-void StepProgram::share_outputs(Outputs& outputs, bool all) const {
-  if (pipeline_->size() == 1) return;
-  for (int rank = 0; rank < pipeline_->size(); ++rank) {
-    std::vector<graph::TensorMeta> metas;
-    std::vector<std::pair<size_t, size_t>> places;
-    for (size_t position = 0; position < outputs.size(); ++position) {
-      const graph::ValueId id = graph_->outputs[position];
-      if (id == graph::kUndefined) continue;
-      if (plan_.rank_of_stage[plan_.stage_of_output[position]] != rank) continue;
-      const graph::TensorMeta& meta = graph_->values[id].meta;
-      if (!all && meta.numel() > 1) continue;
-      for (size_t m = 0; m < outputs[position].size(); ++m) {
-        metas.push_back(meta);
-        places.emplace_back(position, m);
-      }
-    }
-    if (metas.empty()) continue;
-    std::vector<at::Tensor> tensors;
-    for (const auto& [position, m] : places) tensors.push_back(outputs[position][m]);
-    tensors = broadcast_outputs(pipeline::MessageLayout(metas), std::move(tensors), rank);
-    for (size_t i = 0; i < places.size(); ++i) {
-      outputs[places[i].first][places[i].second] = tensors[i];
-    }
-  }
-}
-
-/// The tensors of a rank, on all ranks of the pipeline. Elements on devices stay there where
-/// devices can send them.
-std::vector<at::Tensor> StepProgram::broadcast_outputs(const pipeline::MessageLayout& layout,
-                                                       std::vector<at::Tensor> tensors,
-                                                       int rank) const {
-  at::Tensor message, part;
-  if (layout.device().is_cpu()) {
-    message = layout.make_buffer();
-  } else {
-    message = at::empty({layout.header_bytes()}, at::kByte);
-    part = at::empty({layout.nbytes() - layout.header_bytes()},
-                     at::device(layout.device()).dtype(at::kByte));
-  }
-  const bool mine = rank == pipeline_->rank();
-  if (mine) {
-    const auto copied = layout.begin_pack(tensors, message, part);
-    SMP_INTERNAL_ASSERT(!copied, "outputs are packed where they lie");
-  }
-  pipeline_->broadcast(message, rank);
-  if (part.defined()) pipeline_->broadcast(part, rank);
-  return mine ? std::move(tensors) : layout.unpack(message, part);
 }
 
 }  // namespace smp::runtime

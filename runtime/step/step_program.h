@@ -26,6 +26,7 @@
 #include "runtime/step/replica_join.h"
 #include "runtime/step/replica_pace.h"
 #include "runtime/step/schedule_runner.h"
+#include "smp/step_options.h"
 
 namespace smp::runtime {
 
@@ -33,10 +34,11 @@ namespace smp::runtime {
 /// its gradients, for one number of microbatches. Internal.
 class StepProgram : public std::enable_shared_from_this<StepProgram> {
  public:
-  /// `settled`: as for `plan_step`. `coalesced`: how many of the user's microbatches each one of
-  /// the graph's stands for, which gradients are divided by.
+  /// `settled`: as for `plan_step`. `options`: those of the step function, for its outputs.
+  /// `coalesced`: how many of the user's microbatches each one of the graph's stands for, which
+  /// gradients are divided by.
   StepProgram(std::shared_ptr<Runtime> runtime, PlannedGraph planned, int64_t microbatches,
-              bool settled, int64_t coalesced = 1);
+              bool settled, const StepOptions& options, int64_t coalesced);
 
   /// One step's inputs and constants.
   struct Inputs {
@@ -47,8 +49,6 @@ class StepProgram : public std::enable_shared_from_this<StepProgram> {
     std::string name;            ///< name of the step function
     uint64_t random_stream = 0;  ///< number of its random stream
     uint64_t step_call = 0;      ///< how many calls of it came before
-    bool detach_outputs = true;
-    bool share_outputs = true;  ///< those of several elements, too
   };
 
   /// Runs the schedule and, if the graph trains, reduces gradients into `.grad`. Returns the
@@ -69,36 +69,25 @@ class StepProgram : public std::enable_shared_from_this<StepProgram> {
   const pipeline::Schedule& schedule() const { return runner_->schedule(); }
 
  private:
-  /// A parameter or buffer that a rank reads without owning it.
-  struct Copy {
-    graph::ValueId value;
-    int from;  // rank that owns it
-    int to;    // rank that reads it
-  };
   using Outputs = std::vector<std::vector<at::Tensor>>;
   using Reductions = std::shared_ptr<const std::vector<pipeline::ReductionRecord>>;
 
   void make_gradients();
   std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
       const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
-  void find_copies();
-  at::Tensor whole_copy(const ParameterTable::Entry& entry) const;
-  void refresh_replicas();
+  void allocate_copies();
   void begin_together(const ReplicaJoin::Step& step);
   void broadcast_buffers(int source);
   void begin_training(const std::string& name);
   Reductions observe_reductions(bool records);
   void finish_training(const std::string& name, ReplicaPace pace);
-  void share_outputs(Outputs& outputs, bool all) const;
-  std::vector<at::Tensor> broadcast_outputs(const pipeline::MessageLayout& layout,
-                                            std::vector<at::Tensor> tensors, int rank) const;
   uint64_t global_microbatch(int64_t microbatch) const;
   void complete_overrides(Inputs& inputs);
   void make_records(const graph::Graph& captured);
   pipeline::Executor::Step operands(const Inputs& inputs);
   void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
   bool changes_numbers() const;
-  core::Refusal why_no_device_graphs(const Inputs& inputs) const;
+  core::Refusal why_no_device_graphs() const;
   bool has_overrides() const {
     return !overridden_constants_.empty() || !overridden_contents_.empty();
   }
@@ -108,10 +97,9 @@ class StepProgram : public std::enable_shared_from_this<StepProgram> {
   partitioner::Plan plan_;
   int64_t microbatches_;
   int64_t coalesced_;
-  comm::CommunicatorPtr pipeline_;
+  bool keeps_history_;  // history of outputs
   ForeignGradients foreign_gradients_;
   std::unique_ptr<ScheduleRunner> runner_;
-  std::vector<Copy> copies_;                    // the same on every rank
   std::vector<at::Tensor> absent_;              // those read here that the program must not
   std::shared_ptr<const RecordedRows> hashed_;  // rows of the hash log; null: off
   std::unique_ptr<ReplayCheck> replay_check_;   // null: off

@@ -13,23 +13,29 @@
 namespace smp::runtime {
 namespace {
 
-std::vector<pipeline::StageReads> reads_of(const ParameterShards& sharding,
-                                           const graph::Graph& graph,
-                                           const partitioner::Regions& regions,
+/// Elements of divided parameters that the units read on the ranks that own them; elsewhere they
+/// are whole.
+std::vector<pipeline::StageReads> reads_of(const graph::Graph& graph,
+                                           const partitioner::StepModel& model,
                                            const partitioner::Plan& plan,
                                            const std::vector<pipeline::Edge>& edges) {
-  const auto elements = [&](const std::vector<graph::ValueId>& parameters) {
-    int64_t sum = 0;
-    for (graph::ValueId id : parameters) {
-      if (sharding.divides(graph.values[id].name)) sum += graph.values[id].meta.numel();
-    }
-    return sum;
-  };
+  const pipeline::PartitionedGraph partitioned(graph, plan, edges);
   std::vector<pipeline::StageReads> reads;
   for (int stage = 0; stage < plan.stages(); ++stage) {
-    const pipeline::StageProgram program(graph, plan, edges, stage);
+    const auto elements = [&](const std::vector<graph::ValueId>& parameters) {
+      int64_t sum = 0;
+      for (graph::ValueId id : parameters) {
+        const graph::Value& value = graph.values[id];
+        const int owner = plan.rank_of_stage[plan.owner.at(value.name)];
+        const bool is_gathered =
+            owner == plan.rank_of_stage[stage] && model.sharding().divides(value);
+        if (is_gathered) sum += value.meta.numel();
+      }
+      return sum;
+    };
+    const pipeline::StageProgram program(partitioned, stage);
     reads.push_back(
-        {elements(program.read_in_forward()), elements(program.read_in_backward(regions))});
+        {elements(program.read_in_forward()), elements(program.read_in_backward(model.regions()))});
   }
   return reads;
 }
@@ -47,23 +53,21 @@ std::vector<int> stage_of_unit(const partitioner::Plan& plan, const partitioner:
 
 }  // namespace
 
-void divide_into_units(const Config& config, const ParameterShards& sharding,
-                       const graph::Graph& graph, const partitioner::Regions& regions,
-                       const partitioner::StepModel& model, partitioner::Plan& plan,
-                       PlannedStep& step) {
-  const int64_t most = config.sdp_max_live_parameters();
-  const auto divides = [&](const graph::Value& value) { return sharding.divides(value.name); };
-  partitioner::Plan units = partitioner::divided_into_units(
-      graph, plan,
-      partitioner::find_units(graph, plan.stage_of_operator, regions, {divides, most}));
+void divide_into_units(const graph::Graph& graph, const partitioner::StepModel& model,
+                       partitioner::Plan& plan, PlannedStep& step) {
+  partitioner::Plan units =
+      partitioner::divided_into_units(graph, plan, step.prediction.units.of_operator);
   step.edges = pipeline::edges_of(graph, units);
   const auto edges = pipeline::stage_edges(step.edges);
   const auto order = pipeline::order_of_units(step.schedule, stage_of_unit(plan, units),
                                               backward_of_stage(graph, units, step.edges));
-  step.schedule = pipeline::with_unsharding(
-      pipeline::lower(order, edges), reads_of(sharding, graph, regions, units, step.edges), most);
-  step.prediction = partitioner::predict(graph, units, model);
-  const auto costs = pipeline::predicted_costs(graph, units, step.edges, step.prediction);
+  step.schedule =
+      pipeline::with_unsharding(pipeline::lower(order, edges),
+                                reads_of(graph, model, units, step.edges), model.sharding().live());
+  // The bytes of parameters are those of the stages.
+  const auto prediction =
+      partitioner::predict(graph, units, partitioner::StepModel(model).sharding({}));
+  const auto costs = pipeline::predicted_costs(graph, units, step.edges, prediction);
   step.simulation = pipeline::simulate(step.schedule, edges, costs);
   plan = std::move(units);
 }

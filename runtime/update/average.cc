@@ -23,12 +23,12 @@
 namespace smp::runtime {
 namespace {
 
-using Slices = std::vector<std::shared_ptr<dp::ParameterSlices>>;
+using Pieces = std::vector<std::shared_ptr<dp::ParameterPieces>>;
 
 /// How replicas divide parameters, with pieces that share the parameters' memory.
-Slices bound_slices(const Runtime& runtime) {
-  Slices all = slices_of(runtime);
-  for (const auto& slices : all) slices->bind();
+Pieces bound_pieces(const Runtime& runtime) {
+  Pieces all = pieces_of(runtime);
+  for (const auto& pieces : all) pieces->bind();
   return all;
 }
 
@@ -101,7 +101,7 @@ void Average::update() {
   const OwnUse parameters(*runtime_);
   const at::NoGradGuard no_grad;
   take_loaded();
-  bound_slices(*runtime_);
+  bound_pieces(*runtime_);
   std::vector<at::Tensor> averages, sources;
   for (const Entry* entry : averaged()) {
     const at::Tensor target = entry->updated();
@@ -137,13 +137,13 @@ void Average::begin_use() {
 void Average::give_to_parameters() {
   const at::NoGradGuard no_grad;
   take_loaded();
-  const Slices all = bound_slices(*runtime_);
-  std::map<const dp::ParameterSlices*, std::vector<bool>> changed;
+  const Pieces all = bound_pieces(*runtime_);
+  std::map<const dp::ParameterPieces*, std::vector<bool>> changed;
   for (const Entry* entry : averaged()) {
-    if (entry->slice) {
-      auto& flags = changed[entry->slice->slices.get()];
-      flags.resize(entry->slice->slices->parameters().size());
-      flags[entry->slice->index] = true;
+    if (entry->piece) {
+      auto& flags = changed[entry->piece->pieces.get()];
+      flags.resize(entry->piece->pieces->parameters().size());
+      flags[entry->piece->index] = true;
     }
     const at::Tensor target = entry->updated();
     // The whole where replicas have it, so that to give it back no rank needs another.
@@ -152,9 +152,9 @@ void Average::give_to_parameters() {
     const auto average = averages_.find(entry->name);
     if (average != averages_.end()) target.detach().copy_(average->second);
   }
-  for (const auto& slices : all) {
-    const auto found = changed.find(slices.get());
-    if (found != changed.end()) slices->all_gather(found->second);
+  for (const auto& pieces : all) {
+    const auto found = changed.find(pieces.get());
+    if (found != changed.end()) pieces->all_gather(found->second);
   }
 }
 
@@ -212,7 +212,7 @@ void Average::load(int64_t updates, Read read) {
 void Average::take_loaded() {
   if (!loaded_ || !runtime_->partitioned()) return;
   const at::NoGradGuard no_grad;
-  slices_of(*runtime_);  // which divides the parameters, if nothing has
+  pieces_of(*runtime_);  // which divides the parameters, if nothing has
   std::map<std::string, at::Tensor> averages;
   for (const Entry* entry : averaged()) {
     const at::Tensor target = entry->updated();
@@ -240,7 +240,7 @@ void Average::take_of(const comm::CommunicatorPtr& replicas, int root) {
     tensors.push_back(own.defined() ? own : begun(parameter, parameter));
     averages[name] = tensors.back();
   }
-  dp::broadcast_in_pieces(std::move(tensors), replicas, root);
+  dp::broadcast_in_chunks(std::move(tensors), replicas, root);
   averages_ = std::move(averages);
   updates_ = outline.at("updates").get<int64_t>();
 }

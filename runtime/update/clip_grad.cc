@@ -36,7 +36,7 @@ at::ScalarType gradient_type(const Config& config, const at::Tensor& parameter) 
 class Gradients {
  public:
   Gradients(std::string call, const std::vector<at::Tensor>& parameters)
-      : call_(std::move(call)), runtime_(Runtime::get()), divided_(!slices_of(runtime_).empty()) {
+      : call_(std::move(call)), runtime_(Runtime::get()), divided_(!pieces_of(runtime_).empty()) {
     begin_use_of_gradients(call_);
     std::unordered_set<const c10::TensorImpl*> seen;
     for (size_t i = 0; i < parameters.size(); ++i) {
@@ -76,19 +76,19 @@ class Gradients {
   }
 
   at::Tensor gradient(const Entry& entry) const {
-    if (entry.slice) entry.slice->has_gradient();  // drops it where the program has
+    if (entry.piece) entry.piece->has_gradient();  // drops it where the program has
     const bool has_some = runtime_.owns(entry) && entry.updated().defined();
     return has_some ? entry.updated().grad() : at::Tensor();
   }
 
   Held held_of(const Entry& entry) const {
-    const auto& slice = entry.slice;
+    const auto& piece = entry.piece;
     at::Tensor own = gradient(entry);
-    const bool exists = slice ? slice->has_gradient() : own.defined();
+    const bool exists = piece ? piece->has_gradient() : own.defined();
     const auto dtype = half_type(runtime_.config())
                            ? dp::sum_options(entry.tensor).dtype().toScalarType()
                            : entry.tensor.scalar_type();
-    return {&entry, entry.sharding, std::move(own), dtype, exists};
+    return {&entry, entry.within_owner(), std::move(own), dtype, exists};
   }
 
   /// Norms padded to the number of parameters and buffers, so that ranks that were given lists of

@@ -22,7 +22,7 @@ void zero_grad(const Model& model) {
   for (const at::Tensor& parameter : model.parameters()) {
     const auto* entry = runtime.table().find(parameter);
     // Drops the piece's with it.
-    if (entry != nullptr && entry->slice) entry->slice->has_gradient();
+    if (entry != nullptr && entry->piece) entry->piece->has_gradient();
   }
 }
 

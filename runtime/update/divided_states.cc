@@ -181,7 +181,7 @@ std::map<std::string, Described> agree_on_states(const Together& states,
 /// Whether the ranks along an axis divide parameters, perhaps of other stages only.
 bool divide_any(const Runtime& runtime, const core::Axis& over) {
   if (over == runtime.topology().axis(CommGroup::kTp)) return runtime.table().any_divided();
-  return !slices_of(runtime).empty();
+  return !pieces_of(runtime).empty();
 }
 
 /// This rank's share of a field that is described so; `tensor` is undefined where it has none. One
@@ -295,10 +295,10 @@ void cut_states(const Runtime& runtime, const StateFields& fields, OptimizerStat
   at::NoGradGuard no_grad;
   const int rank = runtime.rank();
   for (const auto& entry : runtime.table().entries()) {
-    const comm::Sharding& sharding = entry.sharding;
+    const comm::Sharding sharding = entry.within_owner();
     const std::string name = entry.name_on(rank);
     if (auto node =
-            entry.slice ? state.params.extract(name) : decltype(state.params)::node_type()) {
+            entry.piece ? state.params.extract(name) : decltype(state.params)::node_type()) {
       node.key() = entry.name;
       state.params.insert(std::move(node));
       continue;
@@ -310,7 +310,7 @@ void cut_states(const Runtime& runtime, const StateFields& fields, OptimizerStat
       continue;
     }
     cut_state(sharding, rank, fields, entry.name, found->second);
-    if (!entry.slice) continue;
+    if (!entry.piece) continue;
     // So as to let go of the rest.
     for (auto& [field, tensor] : found->second.tensors) tensor = tensor.clone();
   }

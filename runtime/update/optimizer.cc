@@ -219,7 +219,7 @@ void Optimizer::set_loaded(const std::vector<OptimizerState::Group>& groups) {
   const OwnUse parameters(*runtime_);
   const Waiting loaded = *std::exchange(waiting_, std::nullopt);
   const auto wanted = [&](const std::string& name) {
-    return runtime_->owns(name) && !pieces_.name_of_part(name).empty();
+    return runtime_->owns(name) && !pieces_.name_of_piece(name).empty();
   };
   pieces_.set_state({loaded.read(wanted), groups}, loaded.parameter_loads);
 }

@@ -94,10 +94,10 @@ void OptimizerPieces::for_each(const std::function<void(const at::Tensor&)>& bod
 }
 
 void OptimizerPieces::for_each_divided(
-    const std::function<void(const at::Tensor&, const Slice&)>& body) const {
+    const std::function<void(const at::Tensor&, const Piece&)>& body) const {
   for_each([&](const at::Tensor& parameter) {
     const auto* entry = runtime_.table().find(parameter);
-    if (entry != nullptr && entry->slice) body(parameter, *entry->slice);
+    if (entry != nullptr && entry->piece) body(parameter, *entry->piece);
   });
 }
 
@@ -143,7 +143,7 @@ at::Tensor OptimizerPieces::updated(const at::Tensor& parameter) const {
 optim::ParameterNames OptimizerPieces::names() const {
   optim::ParameterNames names = parameter_names(runtime_);
   for (const auto& entry : runtime_.table().entries()) {
-    const bool has_piece = entry.slice && entry.updated().defined();
+    const bool has_piece = entry.piece && entry.updated().defined();
     if (has_piece) names.emplace(entry.updated().unsafeGetTensorImpl(), entry.name);
   }
   optim::ParameterNames of_masters;
@@ -157,8 +157,8 @@ optim::ParameterNames OptimizerPieces::names() const {
 
 /// Binds pieces to the parameters' memory, with the gradients that the program has not dropped.
 void OptimizerPieces::bind_pieces() {
-  for (const auto& slices : slices_of(runtime_)) slices->bind();
-  for_each_divided([](const at::Tensor&, const Slice& slice) { slice.has_gradient(); });
+  for (const auto& pieces : pieces_of(runtime_)) pieces->bind();
+  for_each_divided([](const at::Tensor&, const Piece& piece) { piece.has_gradient(); });
 }
 
 /// Before the pieces are updated.
@@ -176,7 +176,7 @@ void OptimizerPieces::list_updated() {
     const auto* entry = runtime_.table().find(parameter);
     if (entry == nullptr) return;
     const bool has_gradient =
-        entry->slice ? entry->slice->has_gradient() : parameter.grad().defined();
+        entry->piece ? entry->piece->has_gradient() : parameter.grad().defined();
     const bool has_master = has_masters_ && MasterWeights::concerns(parameter);
     if (has_gradient) {
       updated_.push_back(
@@ -191,7 +191,7 @@ std::vector<double> OptimizerPieces::norms_of(const std::vector<optim::TensorOfP
   std::vector<Held> held;
   for (const auto& [entry, stand_in, dtype] : updated_) {
     if (stand_in.defined()) place[stand_in.unsafeGetTensorImpl()] = held.size();
-    held.push_back({entry, entry->sharding, {}, dtype, /*exists=*/entry->slice.has_value()});
+    held.push_back({entry, entry->within_owner(), {}, dtype, /*exists=*/entry->piece.has_value()});
   }
   for (const auto& [parameter, tensor] : tensors) {
     const auto found = place.find(parameter.unsafeGetTensorImpl());
@@ -199,7 +199,7 @@ std::vector<double> OptimizerPieces::norms_of(const std::vector<optim::TensorOfP
     held[found->second].own = tensor;
     held[found->second].exists = true;
   }
-  const auto group = runtime_.group(slices_of(runtime_).empty() ? CommGroup::kTp : CommGroup::kDp);
+  const auto group = runtime_.group(pieces_of(runtime_).empty() ? CommGroup::kTp : CommGroup::kDp);
   const auto norms = share_norms(norms_of_wholes(runtime_, held, norm_type), *group);
   std::vector<double> result;
   for (const auto& [parameter, tensor] : tensors) {
@@ -262,7 +262,7 @@ std::vector<at::Tensor> OptimizerPieces::gradients() {
 }
 
 void OptimizerPieces::reload_masters() {
-  for (const auto& slices : slices_of(runtime_)) slices->bind();
+  for (const auto& pieces : pieces_of(runtime_)) pieces->bind();
   masters_.reload();
 }
 
@@ -286,12 +286,12 @@ void OptimizerPieces::write_back() {
 
 /// Updated pieces go to all replicas.
 void OptimizerPieces::gather() {
-  for (const auto& slices : slices_of(runtime_)) {
-    std::vector<bool> updated(slices->parameters().size(), false);
-    for_each_divided([&](const at::Tensor&, const Slice& slice) {
-      if (slice.slices == slices) updated[slice.index] = slice.has_gradient();
+  for (const auto& pieces : pieces_of(runtime_)) {
+    std::vector<bool> updated(pieces->parameters().size(), false);
+    for_each_divided([&](const at::Tensor&, const Piece& piece) {
+      if (piece.pieces == pieces) updated[piece.index] = piece.has_gradient();
     });
-    slices->all_gather(updated);
+    pieces->all_gather(updated);
   }
 }
 
@@ -303,7 +303,7 @@ void OptimizerPieces::zero_grad(bool set_to_none) {
   }
   if (!set_to_none) return;
   for_each_divided(
-      [](const at::Tensor& parameter, const Slice&) { parameter.mutable_grad().reset(); });
+      [](const at::Tensor& parameter, const Piece&) { parameter.mutable_grad().reset(); });
 }
 
 /// States that the optimizer has for parameters become those of the tensors that stand in for them:
@@ -369,15 +369,15 @@ OptimizerState OptimizerPieces::local_state() {
   OptimizerState state = optim::share_state(optimizer_, names());
   add_masters(state);
   for (auto& [name, param] : std::exchange(state.params, {})) {
-    state.params.emplace(name_of_part(name), std::move(param));
+    state.params.emplace(name_of_piece(name), std::move(param));
   }
   for (auto& group : state.groups) {
-    for (std::string& name : group.params) name = name_of_part(name);
+    for (std::string& name : group.params) name = name_of_piece(name);
   }
   return state;
 }
 
-std::string OptimizerPieces::name_of_part(const std::string& parameter) const {
+std::string OptimizerPieces::name_of_piece(const std::string& parameter) const {
   divide();
   return runtime_.table().at(parameter).name_on(runtime_.rank());
 }

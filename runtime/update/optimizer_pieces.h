@@ -22,7 +22,7 @@ namespace smp::runtime {
 /// The names of all parameters.
 optim::ParameterNames parameter_names(const Runtime& runtime);
 
-/// Makes an optimizer update this replica's pieces of parameters (`Model::slices`) instead of the
+/// Makes an optimizer update this replica's pieces of parameters (`Model::pieces`) instead of the
 /// parameters, and with `fp16` or `bf16` the master weights of either. Its param groups hold the
 /// parameters as ever: pieces and masters stand in for them only while it works, so that it has
 /// state for these. Parameters that are not divided, and of full precision, stay as they are.
@@ -71,14 +71,14 @@ class OptimizerPieces {
   OptimizerState local_state();
   /// The name of this replica's part of a parameter in `local_state`: its name where it is not
   /// divided, nothing where this replica has no piece of it.
-  std::string name_of_part(const std::string& parameter) const;
+  std::string name_of_piece(const std::string& parameter) const;
   /// Replaces the state by the pieces of that of whole parameters, which fits the values that
   /// parameters had after `parameter_loads` (see `Runtime`); an entry with the name of a piece is
   /// one already. Masters that are not in it begin with the parameters' values.
   void set_state(OptimizerState whole, int64_t parameter_loads);
 
  private:
-  using Slice = ParameterTable::Slice;
+  using Piece = ParameterTable::Piece;
   class StandIn;
   /// The parameters that some rank is about to update.
   struct Updated {
@@ -88,9 +88,9 @@ class OptimizerPieces {
   };
 
   /// Divides the parameters, if no step has.
-  void divide() const { slices_of(runtime_); }
+  void divide() const { pieces_of(runtime_); }
   void for_each(const std::function<void(const at::Tensor&)>& body) const;
-  void for_each_divided(const std::function<void(const at::Tensor&, const Slice&)>& body) const;
+  void for_each_divided(const std::function<void(const at::Tensor&, const Piece&)>& body) const;
   at::Tensor target_of(const at::Tensor& parameter) const;
   at::Tensor stand_in_for(const at::Tensor& parameter) const;
   bool has_loaded() const;

@@ -258,7 +258,7 @@ void Optimizer::check_loadable(const OptimizerState& saved, const std::string& p
     if (found == saved.params.end()) continue;
     auto param = found->second;
     const bool has_part = runtime_->partitioned() && runtime_->owns(entry->name) &&
-                          !pieces_.name_of_part(entry->name).empty();
+                          !pieces_.name_of_piece(entry->name).empty();
     if (has_part) cut.params.emplace(entry->name, param);
     param.shape = entry->tensor.sizes().vec();
     param.tensors.erase(checkpoint::kMasterField);
@@ -292,7 +292,7 @@ void Optimizer::check_complete(const OptimizerState& state,
   const std::set<std::string> known = names_in(state);
   std::string missing;
   for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
-    const std::string piece = wanted(entry->name) ? pieces_.name_of_part(entry->name) : "";
+    const std::string piece = wanted(entry->name) ? pieces_.name_of_piece(entry->name) : "";
     if (piece.empty() || known.count(entry->name) > 0 || known.count(piece) > 0) continue;
     missing += "\n  missing: " + piece;
   }

@@ -198,6 +198,9 @@ class DelayedCommunicator final : public comm::Communicator {
   comm::DeviceTransport device_transport() const override {
     return communicator_->device_transport();
   }
+  const std::shared_ptr<comm::WorldEnd>& world_end() const override {
+    return communicator_->world_end();
+  }
   void abort(const std::string& reason) noexcept override { communicator_->abort(reason); }
   std::string abort_text() const override { return communicator_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override {

@@ -191,7 +191,7 @@ TEST_P(Layouts, CallsThatMeetInMessagesAreCompared) {
 TEST(Failures, SumsThatComeTooLateAreWrittenIntoNobodysMemory) {
   constexpr auto kPattern = std::byte{0x5a};
   constexpr int64_t kElements = 64 << 10;
-  const std::vector<std::byte> like_a_buffer(32 << 10, kPattern);  // a piece of a lane
+  const std::vector<std::byte> like_a_buffer(32 << 10, kPattern);  // a chunk of a lane
   std::atomic<int> gave_up{0}, came{0};
   const auto await_both = [](const std::atomic<int>& count) {
     while (count < 2) std::this_thread::yield();

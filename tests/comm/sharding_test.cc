@@ -200,6 +200,15 @@ TEST(Sharding, CutsGoOnWhereOthersEnded) {
   EXPECT_FALSE(sharding.along({kInner.stride, kInner.size + 1}));
 }
 
+/// Axes of one rank are equal where their digits follow each other.
+TEST(Sharding, OwnersDoNotDivide) {
+  const Axis one{2, 1};
+  const Cut owner{one, Owner{0}}, range{one, Range{0, 12}};
+  EXPECT_EQ((Sharding{{4, 3}, {0, 1}, {owner, range}}.along(one)),
+            (Sharding{{4, 3}, {0, 1}, {range}}));
+  EXPECT_FALSE((Sharding{{4, 3}, {}, {owner}}.along(one)));
+}
+
 TEST(Sharding, RangesShareMemoryThatLiesInTheirOrder) {
   const auto whole = at::rand({4, 6}).t();
   const Sharding sharding{{6, 4}, memory_order(whole), {{{1, 2}, Range{3, 16}}}};

@@ -454,7 +454,7 @@ TEST(IpcChannels, AnEventThatDoesNotComeEndsTheTrial) {
     world->barrier();  // the limit begins when both are there
     world->set_timeout(std::chrono::seconds(10));
     const at::Device device = fake_device();
-    EXPECT_EQ(comm::ipc_problem(*world, *comm::device_ipc(device.type()), device),
+    EXPECT_EQ(comm::why_not_ipc(*world, *comm::device_ipc(device.type()), device),
               "rank 0 of the group has not copied the memory of others within 5 s");
   });
 }
@@ -463,22 +463,22 @@ TEST(IpcChannels, AnEventThatDoesNotComeEndsTheTrial) {
 /// that it has closed the device's.
 TEST_F(TwoProcesses, TryTheMemoryThatTellsOfClosingToo) {
   if (geteuid() != 0) GTEST_SKIP() << "only root can be another user";
-  const auto problem = [](const CommunicatorPtr& group, at::Device device) {
-    return comm::ipc_problem(*group, *comm::device_ipc(device.type()), device);
+  const auto why_not = [](const CommunicatorPtr& group, at::Device device) {
+    return comm::why_not_ipc(*group, *comm::device_ipc(device.type()), device);
   };
   run(
       [&](const CommunicatorPtr& group, at::Device device) {
-        EXPECT_EQ(problem(group, device), "");
+        EXPECT_EQ(why_not(group, device), std::nullopt);
         ASSERT_EQ(seteuid(65534), 0);
-        expect_has(problem(group, device),
+        expect_has(why_not(group, device).value(),
                    {"rank 0 of the group cannot open the memory of another: memory of process ",
                     " that tells of closing cannot be mapped"});
         ASSERT_EQ(seteuid(0), 0);
         group->barrier();
       },
       [&](const CommunicatorPtr& group, at::Device device) {
-        EXPECT_EQ(problem(group, device), "");
-        expect_has(problem(group, device), "that tells of closing cannot be mapped");
+        EXPECT_EQ(why_not(group, device), std::nullopt);
+        expect_has(why_not(group, device).value(), "that tells of closing cannot be mapped");
         group->barrier();
       });
   EXPECT_EQ(end_of_other(), 0);

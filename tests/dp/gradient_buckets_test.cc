@@ -188,10 +188,10 @@ TEST(GradientBuckets, NobodyWaitsWhereAReductionStarts) {
         options.microbatches = 2;
         options.gradient_shards = shards;
         options.bucket_bytes = 192;
-        const auto slices =
-            std::make_shared<ParameterSlices>(parameters, kNames, group, options.bucket_bytes);
+        const auto pieces =
+            std::make_shared<ParameterPieces>(parameters, kNames, group, options.bucket_bytes);
         const auto buckets =
-            divided ? std::make_unique<GradientBuckets>(slices, options)
+            divided ? std::make_unique<GradientBuckets>(pieces, options)
                     : std::make_unique<GradientBuckets>(parameters, kNames, group, options);
         std::promise<void> gone_on;
         const auto has_gone_on = gone_on.get_future().share();

@@ -206,7 +206,7 @@ TEST_P(ShardedGradientsTest, HasTheBitsOfOneProcess) {
       for (size_t p = 0; p < 2; ++p) {
         // The second step adds to `.grad`, as backward does.
         EXPECT_TRUE(sharded->has_gradient(p));
-        const auto& piece = sharded->pieces()[p];
+        const auto& piece = sharded->own()[p];
         if (!piece.defined()) continue;
         const auto [begin, end] = sharded->owned(p, sharded->group()->rank());
         const auto all = sharded->flat(step == 1 ? means[p] : means[p] + means[p], p);

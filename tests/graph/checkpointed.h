@@ -11,6 +11,7 @@
 #include "core/node.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/content.h"
+#include "graph/keyed_random.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {

@@ -230,6 +230,130 @@ std::vector<Case> independent() {
          return x.repeat({1, 2}) + w->row.repeat({x.size(0), 2});
        }),
        {}},
+      {"Recurrent",
+       "aten::rnn_tanh",
+       {{5, kAll, 4}},
+       on([](Weights& w, T x) {
+         return std::get<0>(torch::rnn_tanh(x, x.narrow(0, 0, 1), {w->square, w->square}, false, 1,
+                                            0.0, false, false, false));
+       }),
+       {1}},
+      {"RecurrentBatchFirst",
+       "aten::rnn_tanh",
+       {cube},
+       on([](Weights& w, T x) {
+         const auto state = x.sum(1).unsqueeze(0);
+         return std::get<0>(
+             torch::rnn_tanh(x, state, {w->square, w->square}, false, 1, 0.0, false, false, true));
+       }),
+       {}},
+      {"ConvolutionInGroups",
+       "aten::conv1d",
+       {{kAll, 3, 9}},
+       on([](Weights& w, T x) {
+         return torch::conv1d(x, w->kernel.narrow(1, 0, 1), {}, 1, int64_t{0}, 1, 3);
+       }),
+       {}},
+      {"TransposedConvolution",
+       "aten::conv_transpose1d",
+       {{kAll, 3, 5}},
+       on([](Weights& w, T x) { return torch::conv_transpose1d(x, w->kernel); }),
+       {}},
+      {"Upsampling",
+       "aten::upsample_nearest2d",
+       {picture},
+       on([](Weights&, T x) {
+         return torch::upsample_nearest2d(x, {16, 16});
+       }),
+       {}},
+      {"PixelShuffle",
+       "aten::pixel_shuffle",
+       {{kAll, 4, 3, 3}},
+       on([](Weights&, T x) { return torch::pixel_shuffle(x, 2); }),
+       {}},
+      {"Prelu",
+       "aten::prelu",
+       {{kAll, 4, 5}},
+       on([](Weights& w, T x) { return torch::prelu(x, w->row); }),
+       {}},
+      {"Windows",
+       "aten::unfold",
+       {matrix},
+       on([](Weights&, T x) { return x.unfold(1, 2, 1); }),
+       {}},
+      {"Flipped", "aten::flip", {matrix}, on([](Weights&, T x) { return x.flip({1}); }), {}},
+      {"Rolled", "aten::roll", {matrix}, on([](Weights&, T x) { return x.roll({1}, {1}); }), {}},
+      {"Gathered",
+       "aten::gather",
+       {matrix},
+       on([](Weights&, T x) { return x.gather(1, std::get<1>(x.sort(1))) * 2; }),
+       {}},
+      {"Selected",
+       "aten::index_select",
+       {matrix},
+       on([](Weights&, T x) { return x.index_select(1, torch::arange(3)); }),
+       {}},
+      {"Patches",
+       "aten::im2col",
+       {picture},
+       on([](Weights&, T x) {
+         return torch::im2col(x, {2, 2}, {1, 1}, {0, 0}, {1, 1});
+       }),
+       {}},
+      {"Reflected",
+       "aten::reflection_pad1d",
+       {cube},
+       on([](Weights&, T x) {
+         return torch::reflection_pad1d(x, {1, 1});
+       }),
+       {}},
+      {"RepeatedRow",
+       "aten::repeat",
+       {matrix},
+       on([](Weights& w, T x) {
+         return x + w->row.unsqueeze(0).repeat({x.size(0), 1});
+       }),
+       {}},
+      {"DimensionsMoved",
+       "aten::movedim",
+       {{kAll, 5, 4, 3}},
+       on([](Weights&, T x) {
+         return x.movedim({0, -1}, {2, 0}).cumsum(1) +
+                x.movedim({1, 2}, {-1, 1}).permute({2, 3, 0, 1});
+       }),
+       {}},
+      {"TransposedInPlace",
+       "aten::transpose_",
+       {cube},
+       on([](Weights&, T x) { return x.transpose_(0, 2).cumsum(1); }),
+       {}},
+      {"MatrixTransposedInPlace",
+       "aten::t_",
+       {matrix},
+       on([](Weights&, T x) { return x.t_().cumsum(0); }),
+       {}},
+      {"UnsqueezedInPlace",
+       "aten::unsqueeze_",
+       {matrix},
+       on([](Weights&, T x) { return x.unsqueeze_(0).cumsum(2); }),
+       {}},
+      {"SqueezedInPlace",
+       "aten::squeeze_",
+       {{kAll, 1, 4}},
+       on([](Weights&, T x) { return x.squeeze_(1).cumsum(1); }),
+       {}},
+      {"NoDimensionSqueezed",
+       "aten::squeeze",
+       {{kAll, 1, 4}},
+       on([](Weights&, T x) { return x.squeeze(at::IntArrayRef()).cumsum(2); }),
+       {}},
+      {"Retyped",
+       "aten::view",
+       {matrix},
+       on([](Weights&, T x) {
+         return x * x.detach().view(torch::kInt).to(torch::kDouble).sin().narrow(1, 0, 4);
+       }),
+       {}},
       {"NumberOfTheBatch",
        "aten::div",
        {matrix},
@@ -381,6 +505,22 @@ TEST_P(Independent, RunsOnceAndEqualsMicrobatches) {
 
 TEST_P(Dependent, RunsForEachMicrobatch) {
   for (int64_t samples : {kSamples, int64_t{1}}) check(false, samples);
+}
+
+/// Microbatches that shared a mask of dropout would not be independent.
+TEST(Rules, AttentionDropsOnceForQueriesOfTheSamplesOnly) {
+  for (const bool shared : {true, false}) {
+    const Body body = [=](Weights& w, const Tensors& in) {
+      const auto values = in[0] * w->scale;
+      const auto queries = shared ? w->square.unsqueeze(0) : values;
+      return torch::scaled_dot_product_attention(queries, w->square.unsqueeze(0), values, {}, 0.5);
+    };
+    const Tensors inputs = {torch::randn({kAll, 4, 4}, doubles())};
+    const Captured captured = capture(training(body), inputs, {0});
+    const auto [whole, part] = counts(captured, "aten::scaled_dot_product_attention");
+    EXPECT_EQ(whole, shared ? 0 : 1) << captured.one->to_string();
+    EXPECT_EQ(part, shared ? 1 : 0) << captured.one->to_string();
+  }
 }
 
 const auto name_of = [](const auto& info) { return info.param.name; };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "graph/coalesce.h"
+#include "nn/rewrite/batch_axis.h"
 #include "tests/graph/harness.h"
 
 /// Several microbatches as one: the results and gradients of a coalesced graph, against plain eager
@@ -68,7 +69,7 @@ inline Captured capture(const Body& body, const Tensors& inputs, const std::vect
   };
   result.one = trace(result.table, slice(inputs, 0, axes), step, false).recorded;
   result.many = trace(result.table, inputs, step, false).recorded;
-  result.axes = find_batch_axes(*result.one, *result.many, kFactor);
+  result.axes = nn::rewrite::find_batch_axes(*result.one, *result.many, kFactor);
   return result;
 }
 

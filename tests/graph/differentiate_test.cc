@@ -7,10 +7,10 @@
 #include <c10/util/ScopeExit.h>
 #include <gmock/gmock.h>
 
-#include "graph/batch_axis.h"
 #include "graph/checkpointed_segment.h"
 #include "graph/leaf.h"
 #include "graph/serialize.h"
+#include "nn/rewrite/batch_axis.h"
 #include "partitioner/cuts.h"
 #include "tests/error_of.h"
 #include "tests/graph/harness.h"
@@ -52,7 +52,7 @@ class Differentiate : public ::testing::Test {
               first.recorded.get());
     const TraceResult on_shapes = trace(table_, {x_}, function, false);
     EXPECT_EQ(on_shapes.recorded->to_string(), first.recorded->to_string());
-    EXPECT_EQ(graph_from_json(graph_to_json(*first.recorded), "here").to_string(),
+    EXPECT_EQ(saved_graph_from_json(graph_to_json(*first.recorded), "here").graph.to_string(),
               first.recorded->to_string());
   }
 
@@ -511,7 +511,7 @@ TEST_F(Differentiate, TheOperatorsStayTogether) {
   EXPECT_THAT(*why_not_repeatable(graph, ranges, {ranges[0].first}),
               HasSubstr("autograd::grad, operator " + last + ", needs in the forward pass what"));
   EXPECT_EQ(why_not_repeatable(graph, ranges, {ranges[0].first - 1}), std::nullopt);
-  EXPECT_THAT(why_not_together(graph),
+  EXPECT_THAT(nn::rewrite::why_not_together(graph),
               ::testing::Optional(HasSubstr("differentiates the operators of one microbatch")));
 }
 

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "graph/keyed_random.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {

@@ -15,6 +15,7 @@
 #include "core/node.h"
 #include "graph/autograd_entry.h"
 #include "graph/content.h"
+#include "graph/keyed_random.h"
 #include "graph/profile.h"
 #include "graph/random.h"
 #include "graph/replay.h"

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "graph/keyed_random.h"
+
 namespace smp::graph {
 namespace {
 

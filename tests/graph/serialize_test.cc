@@ -27,7 +27,9 @@ using partitioner::testing::Ref;
 using smp::testing::error_of;
 using smp::testing::error_or_none;
 
-Graph reloaded(const Graph& graph) { return graph_from_json(graph_to_json(graph), "graph.json"); }
+Graph reloaded(const Graph& graph) {
+  return saved_graph_from_json(graph_to_json(graph), "graph.json").graph;
+}
 
 /// A graph as the first step of a program has it: captured on data, with measured costs.
 template <class Module>
@@ -211,7 +213,7 @@ TEST(Serialize, ContentsOfConstantsAreLeftOutTheirSizesKept) {
   b.output(b.op("aten::mul.Tensor", {b.input(torch::ones({64, 64})), constant}));
   const std::string text = graph_to_json(b.graph());
   EXPECT_LT(text.size(), 2000u);
-  const Graph again = graph_from_json(text, "graph.json");
+  const Graph again = saved_graph_from_json(text, "graph.json").graph;
   EXPECT_FALSE(again.values[constant.id].content.defined());
   EXPECT_EQ(again.values[constant.id].meta.nbytes(), 64 * 64 * 4);
 }
@@ -238,11 +240,11 @@ TEST(Serialize, OperatorsOfAnExtensionThatIsNotLoaded) {
   }
   const c10::OperatorName name("serialize_test::shift", "");
   ASSERT_FALSE(c10::Dispatcher::singleton().findSchema(name).has_value());
-  const Graph graph = graph_from_json(text, "graph.json");
+  const Graph graph = saved_graph_from_json(text, "graph.json").graph;
   EXPECT_EQ(graph.line(1), line);
   EXPECT_EQ(partitioner::partition(graph, partitioner::PartitionOptions(1)).stages(), 1);
   EXPECT_EQ(graph_to_json(graph), text);
-  EXPECT_EQ(graph_from_json(text, "again.json").line(1), line);
+  EXPECT_EQ(saved_graph_from_json(text, "again.json").graph.line(1), line);
 }
 
 TEST(Serialize, ConstantsWithoutAJsonForm) {
@@ -302,7 +304,7 @@ class SerializeErrors : public ::testing::Test {
     const size_t at = changed.find(from);
     EXPECT_NE(at, std::string::npos) << from << " is not in\n" << text_;
     if (at != std::string::npos) changed.replace(at, from.size(), to);
-    return error_or_none<ConfigError>([&] { graph_from_json(changed, "g.json"); });
+    return error_or_none<ConfigError>([&] { saved_graph_from_json(changed, "g.json"); });
   }
 
   std::string text_;
@@ -316,14 +318,15 @@ TEST_F(SerializeErrors, NoGraph) {
   EXPECT_EQ(error_of<ConfigError>([&] { save_graph(b.graph(), "no/such.json"); }),
             "[smp] no/such.json: cannot write the graph: No such file or directory. Give a path in "
             "a folder that can be written.");
-  EXPECT_EQ(error_of<ConfigError>([] { graph_from_json(R"({"partitions": 2})", "smp.json"); }),
-            "[smp] smp.json: this is not a saved graph: it has no \"format\": \"smp graph\". Give "
-            "a file that was written for the configuration parameter \"graph_file\".");
+  EXPECT_EQ(
+      error_of<ConfigError>([] { saved_graph_from_json(R"({"partitions": 2})", "smp.json"); }),
+      "[smp] smp.json: this is not a saved graph: it has no \"format\": \"smp graph\". Give "
+      "a file that was written for the configuration parameter \"graph_file\".");
   EXPECT_EQ(error_with("\"version\": 1", "\"version\": 7"),
             "[smp] g.json: \"version\": expected version 1 of saved graphs, got 7. Save the graph "
             "again (configuration parameter \"graph_file\").");
   EXPECT_EQ(error_of<ConfigError>([&] {
-              graph_from_json(text_.substr(0, text_.size() / 2), "g.json");
+              saved_graph_from_json(text_.substr(0, text_.size() / 2), "g.json");
             }).find("[smp] g.json: malformed JSON at line "),
             0u);
 }
@@ -407,7 +410,7 @@ TEST_F(SerializeErrors, DamagedFilesAreRefused) {
       damaged.erase(at, 1 + random() % 8);
     }
     try {
-      graph_from_json(damaged, "g.json");
+      saved_graph_from_json(damaged, "g.json");
     } catch (const ConfigError&) {
       ++refused;
     }
@@ -441,9 +444,9 @@ TEST(Serialize, FilesWithoutWrappedNumbersAreReadAndDamagedNumbersAreNot) {
   const auto with = [&](const std::string& other) {
     return std::string(text).replace(place, number.size(), other);
   };
-  EXPECT_EQ(graph_from_json(with(""), "g.json").operators.size(), 1u);
+  EXPECT_EQ(saved_graph_from_json(with(""), "g.json").graph.operators.size(), 1u);
   EXPECT_EQ(
-      error_of<ConfigError>([&] { graph_from_json(with(",\"number\":\"0.5\""), "g.json"); }),
+      error_of<ConfigError>([&] { saved_graph_from_json(with(",\"number\":\"0.5\""), "g.json"); }),
       "[smp] g.json: \"values[1].number\": expected the number of a tensor of the CPU without "
       "dimensions, got \"0.5\".");
 }

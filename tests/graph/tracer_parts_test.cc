@@ -9,6 +9,7 @@
 #include "graph/location.h"
 #include "graph/module_scope.h"
 #include "graph/shapes.h"
+#include "tests/error_of.h"
 #include "tests/graph/harness.h"
 
 namespace smp::graph::testing {
@@ -29,6 +30,13 @@ std::string capture_error(const Body& body) {
     return error.what();
   }
   return "";
+}
+
+TEST(TraceOptions, NeedATable) {
+  TraceOptions options;
+  options.step_name = "train";
+  EXPECT_THAT(smp::testing::error_of([&] { Tracer tracer(options); }),
+              HasSubstr("step function \"train\" is traced without a table of its tensors"));
 }
 
 /// A run whose graph the test makes. Notes what it is told.

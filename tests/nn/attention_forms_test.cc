@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "graph/keyed_random.h"
 #include "smp/nn.h"
 #include "tests/nn/transformer_cases.h"
 

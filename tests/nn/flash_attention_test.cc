@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "graph/keyed_random.h"
 #include "tests/nn/modules.h"
 
 namespace smp::nn::testing {

@@ -160,6 +160,7 @@ class CountingGroup final : public comm::Communicator {
     inner_->set_device_transport(transport);
   }
   comm::DeviceTransport device_transport() const override { return inner_->device_transport(); }
+  const std::shared_ptr<comm::WorldEnd>& world_end() const override { return inner_->world_end(); }
   void abort(const std::string& reason) noexcept override { inner_->abort(reason); }
   std::string abort_text() const override { return inner_->abort_text(); }
   void set_timeout(std::chrono::milliseconds timeout) override { inner_->set_timeout(timeout); }

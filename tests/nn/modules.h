@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "graph/keyed_random.h"
 #include "smp/nn/split_module.h"
 #include "tests/nn/harness.h"
 

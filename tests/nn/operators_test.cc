@@ -6,6 +6,7 @@
 
 #include <mutex>
 
+#include "graph/keyed_random.h"
 #include "tests/nn/harness.h"
 
 namespace smp::nn::testing {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The language model, against plain functions of libtorch.
 
+#include "graph/keyed_random.h"
 #include "smp/nn.h"
 #include "tests/nn/transformer_cases.h"
 

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <sstream>
 
+#include "graph/keyed_random.h"
 #include "smp/nn.h"
 #include "tests/nn/transformer_cases.h"
 

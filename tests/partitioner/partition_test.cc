@@ -332,6 +332,35 @@ TEST(Partition, TheMemoryLimitCountsCastsAndMessages) {
   expect_exact_limit(graph, StepModel(step).messages(3));
 }
 
+/// The search reckons with the units of the whole graph, and those of a plan's ranks may need more.
+TEST(Partition, UnderTheLimitThatAnErrorNamesThereIsAPlan) {
+  GraphBuilder b;
+  Ref x = b.input(at::ones({1}));
+  int index = 0;
+  for (const int64_t elements : {39, 141, 170, 189, 64, 93, 12, 40, 145, 44, 102, 163, 198, 194}) {
+    const Ref weight = b.parameter("p" + std::to_string(index++), at::ones({elements}));
+    x = b.op("aten::sum", {b.op("aten::mul.Tensor", {x, weight}), c10::IValue()});
+    b.cost(static_cast<double>(elements));
+  }
+  b.backward(x);
+  const auto step =
+      StepModel(4).optimizer_state(0).sharding(ReplicaSharding().parameters(8)).replicas(8);
+  const auto with_limit = [&](int64_t bytes) {
+    return partition(b.graph(), PartitionOptions(2).step(StepModel(step).memory_limit(bytes)));
+  };
+  const std::string least = "the least limit that would do is ";
+  int64_t told = 0;
+  for (int64_t limit = 1; told == 0 || limit < told; limit += 50) {
+    const std::string text = error_of<PartitionError>([&] { with_limit(limit); });
+    ASSERT_THAT(text, HasSubstr(least)) << limit;
+    told = std::stoll(text.substr(text.find(least) + least.size()));
+  }
+  for (int64_t limit = told; limit < 2 * told; limit += 10) {
+    const auto memory = predict(b.graph(), with_limit(limit), step).rank_memory;
+    EXPECT_LE(*std::max_element(memory.begin(), memory.end()), limit);
+  }
+}
+
 /// The same that `graph::WeightCasts` makes in a step: by memory and layout.
 TEST(WeightCasts, AreSharedByViewsOfOneLayout) {
   GraphBuilder b;

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -353,8 +354,10 @@ TEST(Predict, GradientsOfHalfPrecisionAreSummedInFloat32) {
   const auto divided =
       StepModel(4).replicas(4).sharding(ReplicaSharding().parameters(4).smallest(1));
   const Prediction parts = predict_on_one_rank(b, divided);
-  EXPECT_EQ(parts.stages[0].gradients, 100);
-  EXPECT_EQ(parts.working, 200 + 400) << "the whole, and the sum";
+  EXPECT_EQ(parts.stages[0].gradients, 100 + 400) << "the shard's, and the sum";
+  EXPECT_EQ(parts.gathered[0], 200) << "the whole";
+  const Prediction shards = predict_on_one_rank(b, StepModel(divided).shards(2));
+  EXPECT_EQ(shards.stages[0].gradients, 100 + 2 * 400) << "a sum of each gradient shard";
 }
 
 TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
@@ -365,7 +368,7 @@ TEST(Predict, ReplicasDivideOptimizerStateAndReducedGradients) {
   EXPECT_EQ(got.stages[0].weights, 600);
   EXPECT_EQ(got.stages[0].gradients, 600 + 150) << "the sums, and a part of what they give";
   EXPECT_EQ(got.stages[0].optimizer, 2 * 150);
-  EXPECT_EQ(got.working, 0);
+  EXPECT_EQ(got.gathered[0], 0);
 }
 
 TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
@@ -374,25 +377,62 @@ TEST(Predict, ReplicasDivideParametersThatAreLargeEnough) {
   const Prediction several =
       predict_on_one_rank(b, StepModel(2).optimizer_state(2).replicas(4).sharding(sharding));
   EXPECT_EQ(several.stages[0].weights, 100 + 40 + 300);
-  EXPECT_EQ(several.stages[0].gradients, 100 + 2 * 40 + 300);
+  EXPECT_EQ(several.stages[0].gradients, 100 + 2 * 40 + 300 + 1600) << "sums of those divided";
   EXPECT_EQ(several.stages[0].optimizer, 2 * (100 + 40 + 300));
-  EXPECT_EQ(several.working, 1600 + 1600) << "both whole, and the sums of both";
-  EXPECT_EQ(several.rank_memory[0], several.stages[0].memory() + several.working);
+  EXPECT_EQ(several.gathered[0], 1600) << "both whole";
+  EXPECT_EQ(several.buckets[0], 0);
+  EXPECT_EQ(several.rank_memory[0], several.stages[0].memory() + several.gathered[0]);
 }
 
 TEST(Predict, WholeParametersAndTheirSumsHaveTheirLimits) {
   GraphBuilder b = product_of({10, 20, 30, 40, 50, 60});
   const auto working = [&](int microbatches, int64_t live, int64_t bucket) {
     const auto sharding = ReplicaSharding().parameters(2).live(live).bucket(bucket);
-    return predict_on_one_rank(b, StepModel(microbatches).sharding(sharding)).working / 4;
+    const auto step = StepModel(microbatches).sharding(sharding);
+    const Prediction got = predict_on_one_rank(b, step);
+    const int64_t bytes = got.gathered[0] + got.buckets[0];
+    EXPECT_EQ(got.rank_memory[0], got.stages[0].memory() + bytes);
+    EXPECT_EQ(working_bytes(b.graph(), step), bytes);
+    return bytes / 4;
   };
   const int64_t all = 210;
-  EXPECT_EQ(working(2, 1000, 1000), 30 + 40 + 50 + 60 + all) << "two units of two";
-  EXPECT_EQ(working(2, 115, 1000), 50 + 60 + all);
-  EXPECT_EQ(working(2, 1, 1000), 60 + all) << "units of one";
+  EXPECT_EQ(working(2, 1000, 1000), all) << "10 to 40, and 50 and 60";
+  EXPECT_EQ(working(2, 115, 1000), 50 + 60);
+  EXPECT_EQ(working(2, 100, 1000), 100) << "as much as is allowed of two";
+  EXPECT_EQ(working(2, 1, 1000), 60) << "units of one";
+  EXPECT_EQ(working(1, 1000, 1000), all + all);
   EXPECT_EQ(working(1, 1, 70), 60 + 2 * 70);
   EXPECT_EQ(working(1, 1, 10), 60 + 2 * 60) << "the largest has a bucket for itself";
   EXPECT_EQ(working(1, 1, 210), 60 + all);
+}
+
+TEST(StepModel, RegionsGoWithTheirOperators) {
+  EXPECT_THAT(StepModel().regions({0, 1, -1}).in_order({2, 0, 1}).regions(), ElementsAre(-1, 0, 1));
+  EXPECT_THAT(StepModel().regions({0, 1}).in_order({}).regions(), ElementsAre(0, 1));
+  EXPECT_THAT(StepModel().in_order({1, 0}).regions(), ElementsAre());
+}
+
+/// Each rank has its own: parameters of its stages, and sums of their gradients.
+TEST(Predict, RanksOfAPipelineGatherTheirOwn) {
+  GraphBuilder b = product_of({10, 20, 30, 40, 50, 60});
+  std::vector<int> stages(b.graph().operators.size(), 0);
+  std::fill(stages.begin() + 8, stages.end(), 1);
+  const Plan plan = complete_plan(b.graph(), {0, 1}, stages, {});
+  const auto step = [](int microbatches) {
+    return StepModel(microbatches).sharding(ReplicaSharding().parameters(2));
+  };
+  const Prediction several = predict(b.graph(), plan, step(2)),
+                   one = predict(b.graph(), plan, step(1));
+  EXPECT_THAT(several.gathered, ElementsAre(4 * 100, 4 * 110));
+  EXPECT_THAT(several.buckets, ElementsAre(0, 0));
+  EXPECT_EQ(several.stages[0].gradients, 400 + 400 / 2);
+  EXPECT_THAT(one.gathered, ElementsAre(4 * 100, 4 * 110));
+  EXPECT_THAT(one.buckets, ElementsAre(4 * 100, 4 * 110));
+  for (const Prediction& got : {several, one}) {
+    EXPECT_EQ(describe_memory(plan, got, 0),
+              "1.6 KiB: weights 200 B, gradients 600 B, optimizer state 400 B, activations of 1 "
+              "microbatch -, divided parameters while they are whole 400 B");
+  }
 }
 
 }  // namespace

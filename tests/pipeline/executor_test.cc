@@ -122,14 +122,13 @@ class TwoStagesTest : public ::testing::Test {
  protected:
   TwoStagesTest() {
     for (const int stage : {0, 1}) {
-      executor_.add_stage(std::make_unique<Stage>(two_.graph, two_.plan, executor_.edges(), stage,
-                                                  kMicrobatches, graph::TensorTable()));
+      executor_.add_stage(
+          std::make_unique<Stage>(partitioned_, stage, kMicrobatches, graph::TensorTable()));
     }
     for (int m = 0; m < kMicrobatches; ++m) {
-      step_.inputs.push_back({at::zeros({1}), at::ones({1}) * (m + 3)});
+      step_.microbatches.push_back({{at::zeros({1}), at::ones({1}) * (m + 3)}, {}, {}, {}});
     }
-    step_.keys.resize(kMicrobatches);
-    step_.gradients = &sums_;
+    executor_.set_gradients(&sums_);
   }
 
   std::string error_of_run() {
@@ -137,9 +136,9 @@ class TwoStagesTest : public ::testing::Test {
   }
 
   const TwoStages two_;
-  Executor executor_{two_.schedule(),
-                     two_.graph,
-                     {two_.edge},
+  const std::vector<Edge> edges_{two_.edge};
+  const PartitionedGraph partitioned_{two_.graph, two_.plan, edges_};
+  Executor executor_{two_.schedule(), two_.graph, edges_,
                      std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front()),
                      /*ahead=*/1};
   GradientSums sums_;
@@ -166,7 +165,7 @@ TEST_F(TwoStagesTest, ARankDoesItsListAndReturnsResults) {
 
 TEST_F(TwoStagesTest, AForwardThatIsNotInTheListIsSeen) {
   StepResults results;
-  executor_.stage(0).forward(/*microbatch=*/1, step_.inputs[1], {}, results);
+  executor_.stage(0).forward(/*microbatch=*/1, step_.microbatches[1].inputs, {}, results);
   const std::string error = error_of_run();
   EXPECT_NE(error.find("stage 0 has run the forward of microbatch 1 already"), std::string::npos)
       << error;
@@ -174,7 +173,8 @@ TEST_F(TwoStagesTest, AForwardThatIsNotInTheListIsSeen) {
 
 TEST_F(TwoStagesTest, AMessageThatNoActionTakesIsSeen) {
   // It changes places with the gradient of stage 1.
-  executor_.stage(0).gradients(/*microbatch=*/1, /*edge=*/0).push_back(at::ones({1}));
+  Stage& stage = executor_.stage(0);
+  stage.message(/*microbatch=*/1, /*edge=*/0, /*is_backward=*/true).push_back(at::ones({1}));
   const std::string error = error_of_run();
   EXPECT_NE(error.find("stage 1 has a message of microbatch 1 after the step"), std::string::npos)
       << error;

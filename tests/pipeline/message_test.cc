@@ -120,6 +120,31 @@ TEST(Message, CarriesZerosThatHaveNoMemory) {
   EXPECT_TRUE(at::equal(got[1], ones));
 }
 
+/// A number that libtorch has wrapped decides no type: promotion is as before the message, beside
+/// a tensor of each type.
+TEST(Message, CarriesThatANumberIsWrapped) {
+  const std::vector<at::Scalar> numbers = {true, 3, 0.5, c10::complex<double>(0.5, 2)};
+  for (const at::Scalar& number : numbers) {
+    for (const bool is_wrapped : {true, false}) {
+      at::Tensor sent = c10::scalar_to_tensor(number);
+      sent.unsafeGetTensorImpl()->set_wrapped_number(is_wrapped);
+      const at::Tensor got = received(sent);
+      EXPECT_TRUE(at::equal(got, sent));
+      EXPECT_EQ(got.unsafeGetTensorImpl()->is_wrapped_number(), is_wrapped) << sent;
+      for (const at::ScalarType type :
+           {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf,
+            at::kBFloat16, at::kFloat, at::kDouble, at::kComplexFloat, at::kComplexDouble}) {
+        const at::Tensor other = at::ones({2}, type);
+        EXPECT_EQ(at::result_type(other, got), at::result_type(other, sent)) << type << sent;
+        const at::Tensor product = at::mul(other, got), expected = at::mul(other, sent);
+        EXPECT_EQ(product.scalar_type(), expected.scalar_type()) << type << sent;
+        EXPECT_TRUE(at::equal(product.to(at::kComplexDouble), expected.to(at::kComplexDouble)))
+            << type << sent;
+      }
+    }
+  }
+}
+
 /// A gradient may be laid out otherwise than the value it belongs to.
 TEST(Message, TakesOtherStridesThanTheLayoutWasMadeFor) {
   const auto value = at::randn({3, 4});

@@ -182,6 +182,25 @@ TEST_F(Files, AreReadInTheFormOfTheirName) {
   EXPECT_FALSE(is_compute_order(whole));
 }
 
+/// Gathers, copies, recalls and outputs follow from the program.
+TEST_F(Files, HaveNoActionsThatStepsAdd) {
+  for (const char* added : {"0UNSHARD", "0SEND_COPY>1", "0RECALL0", "1OUTPUTS"}) {
+    const std::string text =
+        "schedule ranks=2 microbatches=1 backward=yes rank_of_stage=0,1\nrank 0: ";
+    const Schedule schedule = parse_schedule(text + added + " 0F0 0B0\nrank 1: 1F0 1B0\n");
+    for (const std::string ending : {".txt", ".json"}) {
+      const bool is_text = ending == ".txt";
+      const std::string name = "added" + ending;
+      EXPECT_EQ(error_of([&] {
+                  loaded(name, is_text ? to_string(schedule) : schedule_to_json(schedule));
+                }),
+                "[smp] cannot read the schedule: " + path(name) +
+                    ": expected computes, transfers and reduces, got " + added +
+                    ". Leave it out: such actions follow from the program.");
+    }
+  }
+}
+
 TEST_F(Files, ErrorsNameTheFile) {
   expect_contains(error_of([&] { load_schedule(path("schedule.yaml")); }),
                   "the name of a schedule's file must say its form: expected it to end in .csv, "

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "graph/keyed_random.h"
 #include "graph/random.h"
 
 namespace smp::random_programs {

@@ -17,6 +17,7 @@
 #include "comm/threads/thread_world.h"
 #include "core/check.h"
 #include "dp/step_gradients.h"
+#include "graph/keyed_random.h"
 #include "graph/memory_layout.h"
 #include "graph/random.h"
 #include "graph/tracer.h"
@@ -189,41 +190,42 @@ class Rank {
         plan_(plan),
         rank_(pipeline->rank()),
         state_(program),
+        edges_(pipeline::edges_of(graph, plan)),
+        partitioned_(graph, plan, edges_),
         gradients_(graph, trial.microbatches, outcome_) {
-    auto edges = pipeline::edges_of(graph, plan);
-    auto schedule = make_schedule(edges);
-    executor_ = std::make_unique<pipeline::Executor>(std::move(schedule), graph, std::move(edges),
+    executor_ = std::make_unique<pipeline::Executor>(make_schedule(edges_), graph, edges_,
                                                      std::make_shared<comm::ChannelPool>(pipeline),
                                                      /*ahead=*/1);
     for (int stage = 0; stage < plan.stages(); ++stage) {
       if (executor_->schedule().rank_of(stage) != rank_) continue;
-      executor_->add_stage(std::make_unique<pipeline::Stage>(graph, plan, executor_->edges(), stage,
+      executor_->add_stage(std::make_unique<pipeline::Stage>(partitioned_, stage,
                                                              trial_.microbatches, state_.table()));
     }
     std::vector<pipeline::GradientSums::Place> places;
     for (size_t i = 0; i < graph.values.size(); ++i) places.push_back({&gradients_, i});
     sums_ = pipeline::GradientSums({&gradients_}, std::move(places), trial.microbatches,
                                    /*fuses=*/false);
+    executor_->set_gradients(&sums_);
   }
 
   void run(int step) {
     pipeline::Executor::Step run;
     std::vector<Tensors> expected;  // the caller's inputs stay as they are
     for (int m = 0; m < trial_.microbatches; ++m) {
-      run.inputs.push_back(inputs_of(program_, state_.leaves(step, m)));
+      run.microbatches.push_back(
+          {inputs_of(program_, state_.leaves(step, m)), key_of(trial_, step, m), {}, {}});
       expected.push_back(inputs_of(program_, state_.leaves(step, m)));
-      run.keys.push_back(key_of(trial_, step, m));
     }
     gradients_.begin(step);
-    run.gradients = &sums_;
     for (const auto& output : executor_->run(run).outputs) {
       outcome_[name_of("output", output.position, output.microbatch, step)] =
           snapshot(output.value);
     }
     for (int m = 0; m < trial_.microbatches; ++m) {
       for (size_t i = 0; i < expected[m].size(); ++i) {
-        if (same_bits(run.inputs[m][i], expected[m][i])) continue;
-        outcome_[name_of("changed input", i, m, step)] = snapshot(run.inputs[m][i]);
+        const at::Tensor& input = run.microbatches[m].inputs[i];
+        if (same_bits(input, expected[m][i])) continue;
+        outcome_[name_of("changed input", i, m, step)] = snapshot(input);
       }
     }
     keep_buffers(
@@ -255,6 +257,8 @@ class Rank {
   const partitioner::Plan& plan_;
   const int rank_;
   State state_;
+  const std::vector<pipeline::Edge> edges_;
+  const pipeline::PartitionedGraph partitioned_;
   std::unique_ptr<pipeline::Executor> executor_;
   Outcome outcome_;
   OutcomeGradients gradients_;

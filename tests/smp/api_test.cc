@@ -8,8 +8,12 @@
 #include <type_traits>
 
 #include "comm/threads/run_ranks.h"
+#include "core/check.h"
+#include "core/failure.h"
 #include "runtime/runtime.h"
+#include "runtime/session/session.h"
 #include "tests/smp/models.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -63,6 +67,38 @@ TEST_F(Init, AloneIsAWorldOfOneThatTrains) {
   shutdown();
   EXPECT_FALSE(is_initialized());
   expect_has(error_of<UsageError>([] { rank(); }), {"smp::init"});
+}
+
+/// Sessions beside the world of `init` have objects of devices of their own.
+TEST_F(Init, AWorldLetsGoOfItsDevicesOnly) {
+  std::vector<std::string> gone;
+  init(stages(1));
+  const auto world = runtime::Runtime::get().world();
+  const auto note = [&](const std::string& name) {
+    return [&gone, name] { gone.push_back(name); };
+  };
+  const comm::AtWorldEnd first(*world, note("first")),
+      last(*world->split({0}, "part"), note("last"));
+  runtime::Session session([] { return Config(); }, std::nullopt);
+  const comm::AtWorldEnd other(*session.runtime()->world(), note("session's"));
+  { const comm::AtWorldEnd ended(*world, note("ended before")); }
+  session.end();
+  EXPECT_EQ(gone, std::vector<std::string>{"session's"});
+  shutdown();
+  EXPECT_EQ(gone, (std::vector<std::string>{"session's", "last", "first"}));
+}
+
+TEST_F(Init, AnErrorOfTheWorldsEndIsLeftForTheLauncher) {
+  const TempFolder folder;
+  setenv(core::kFailureDirVariable, folder.file("").c_str(), 1);
+  init(stages(1));
+  const comm::AtWorldEnd failing(*runtime::Runtime::get().world(),
+                                 [] { core::fail<CommError>("the device has failed"); });
+  expect_has(error_of<CommError>([] { shutdown(); }), {"the device has failed"});
+  unsetenv(core::kFailureDirVariable);
+  const auto failures = core::read_failures(folder.file(""));
+  ASSERT_EQ(failures.size(), 1u);
+  expect_has(failures[0].message, {"the device has failed"});
 }
 
 TEST_F(Init, RanksAndGroupsOfTwoByTwo) {

@@ -167,6 +167,39 @@ TEST_F(CheckpointDamage, ATensorOfNoParameterIsAnErrorBeforeTheModelChanges) {
               HasSubstr("has optimizer tensor \"head/exp_avg\" of a parameter without state. Use"));
 }
 
+/// A load must not leave it to the next update to find that.
+TEST_F(CheckpointDamage, AFieldOfAnotherShapeIsFoundBeforeAnythingChanges) {
+  for (const int stages : {1, 2}) {
+    for (const bool after_a_step : {false, true}) {
+      Texts texts;
+      run(1, 1, [&](SavedRun& run) {
+        run.train(0);
+        const auto state = run.optimizer.impl().local_state();
+        checkpoint::Shard shard;
+        shard.model = checkpoint::named_tensors(checkpoint::state_dict(*run.model.get_module()));
+        shard.optimizer = optim::to_json(state);
+        shard.optimizer_tensors = optim::tensors_of(state);
+        shard.optimizer_tensors.at("head/exp_avg") = torch::ones({16, 17});
+        const checkpoint::Writer writer(path("odd"));
+        writer.begin();
+        checkpoint::RunState progress;
+        progress.random.step_calls["step 0"] = 1;
+        writer.commit({writer.write_shard(0, 1, shard)}, progress);
+      });
+      run(stages, 1, [&](SavedRun& run) {
+        if (after_a_step) run.train(1);
+        const auto before = held_by_rank(run);
+        texts.of([&] { load(path("odd"), run.model, run.optimizer); });
+        expect_same(held_by_rank(run), before);
+      });
+      EXPECT_THAT(texts.the_same_from(stages),
+                  HasSubstr("has optimizer state that does not fit its parameters:\n  "
+                            "head/exp_avg: expected shape [17, 16], got [16, 17]\nNothing"));
+      fs::remove_all(path("odd"));
+    }
+  }
+}
+
 /// Checks an index with a valid checksum and a wrong entry about an optimizer. Nothing may have
 /// changed after it.
 void expect_no_change(SavedRun& run, const std::string& file, const std::string& from,

@@ -105,7 +105,7 @@ TEST(DividedStates, PiecesHaveNamesOfTheirOwn) {
     for (const auto& entry : runtime.table().entries()) {
       const std::string name = entry.name_on(rank());
       EXPECT_EQ(runtime::whole_name(name), name.empty() ? "" : entry.name);
-      if (!entry.slice || name.empty()) continue;
+      if (!entry.piece || name.empty()) continue;
       EXPECT_EQ(name.rfind(entry.name + "[", 0), 0u) << name;
       const int64_t numel = entry.updated().numel();
       state.params[name] = {{numel}, {{"average", torch::full({numel}, 2.)}}, ""};
@@ -182,7 +182,7 @@ TEST(DividedStates, RefuseOtherShapes) {
   on_replicas(2, [](const Runtime& runtime) {
     OptimizerState state;
     for (const auto& entry : runtime.table().entries()) {
-      if (!entry.slice || !entry.updated().defined()) continue;
+      if (!entry.piece || !entry.updated().defined()) continue;
       state.params[entry.name] = {{11, 40}, {}, ""};
     }
     const auto text = error_of<CheckpointError>([&] { cut_states(runtime, {}, state); });

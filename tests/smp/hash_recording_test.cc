@@ -35,6 +35,7 @@ struct Recorded {
   int replicas = 1;
   std::string pipeline = "1f1b";
   int layers = 4;  ///< layers of the model
+  int degree = 1;  ///< sharded_data_parallel_degree
   /// Called on each rank before a step.
   std::function<void(int step)> before = [](int) {};
 
@@ -46,6 +47,10 @@ struct Recorded {
                             .microbatches(kMicrobatches / replicas)
                             .pipeline(pipeline)
                             .ddp(replicas > 1)
+                            .sharded_data_parallel_degree(degree)
+                            .sdp_param_persistence_threshold(100)
+                            .sdp_max_live_parameters(1)
+                            .sdp_gradient_clipping(1e9)
                             .gradient_shards(2)
                             .memory_weight(1)
                             .seed(7)
@@ -97,7 +102,8 @@ TEST_F(HashRecording, OfAnyLayoutIsThatOfOneRank) {
   const std::vector<Recorded> others = {{"four", 2, 2},
                                         {"three", 3, 1, "zb_h1"},
                                         {"visits", 2, 1, "interleaved_1f1b"},
-                                        {"replicas", 1, 2, "simple"}};
+                                        {"replicas", 1, 2, "simple"},
+                                        {"sharded", 2, 2, "1f1b", 4, /*degree=*/2}};
   for (const Recorded& other : others) {
     other.run();
     const Outcome outcome = diff("one", other.name);

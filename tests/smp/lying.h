@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "graph/absent.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
 #include "smp/smp.h"
@@ -18,10 +19,14 @@ namespace smp::testing {
 inline void expect_lies_as_said(const std::map<std::string, torch::Tensor>& wholes) {
   const torch::NoGradGuard no_grad;
   const auto& runtime = runtime::Runtime::get();
-  for (const auto& slices : runtime::slices_of(runtime)) slices->bind();
+  for (const auto& pieces : runtime::pieces_of(runtime)) pieces->bind();
   size_t compared = 0;
   for (const auto& entry : runtime.table().entries()) {
-    if (!entry.is_parameter() || !runtime.owns(entry)) continue;
+    if (!entry.is_parameter()) continue;
+    if (!runtime.owns(entry)) {
+      EXPECT_TRUE(graph::is_absent(entry.tensor)) << entry.name;
+      continue;
+    }
     const auto own = entry.sharding.cut(wholes.at(entry.name), rank());
     const auto sizes = entry.sharding.sizes_of(rank());
     EXPECT_EQ(own.sizes(), at::IntArrayRef(sizes)) << entry.name;

@@ -301,6 +301,10 @@ TEST(OptimizerStateLayoutOfSeveral, NothingChangesWhereOneRefuses) {
     first.param_groups()[0].options().set_lr(0.5);
     save(path, parts);
   });
+  run_two({1}, 1, [&](const auto&, auto& first, const CheckpointParts& parts) {
+    load(path, parts);  // states may have any shapes where nothing divides them
+    EXPECT_EQ(first.param_groups()[0].options().get_lr(), 0.5);
+  });
   run_two({2}, 1, [&](const auto& model, auto& first, const CheckpointParts& parts) {
     const Result before{to_map(model->state_dict()), first.state_dict()};
     expect_has(error_of<CheckpointError>([&] { load(path, parts); }),

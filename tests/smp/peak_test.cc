@@ -16,7 +16,6 @@
 #include "partitioner/predict.h"
 #include "pipeline/generators.h"
 #include "pipeline/observer.h"
-#include "pipeline/simulator.h"
 #include "runtime/runtime.h"
 #include "runtime/step/pipeline_choice.h"
 #include "smp/autocast.h"
@@ -511,6 +510,63 @@ TEST_P(PeakOfHalves, IsPredictedForLstmsWithProjections) {
   expect_lstm_predicted<true>(GetParam(), torch::kFloat);
 }
 
+/// Each cell is an operator at each step of the sequence, with the same weights.
+template <class Cell>
+struct CellNetImpl : torch::nn::Module {
+  CellNetImpl() {
+    for (int i = 0; i < 24; ++i)
+      cells.push_back(register_module(c10::str("cell", i), Cell(32, 32)));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    std::vector<torch::Tensor> steps = x.transpose(0, 1).contiguous().unbind(0);
+    for (auto& cell : cells) {
+      const auto zeros = torch::zeros({x.size(0), 32});
+      auto state = state_of(cell, zeros);
+      for (auto& x_of_step : steps) {
+        state = cell(x_of_step, state);
+        x_of_step = result_of(state);
+      }
+    }
+    return torch::stack(steps);
+  }
+
+  template <class Other>
+  static torch::Tensor state_of(Other&, const torch::Tensor& zeros) {
+    return zeros;
+  }
+  static std::tuple<torch::Tensor, torch::Tensor> state_of(torch::nn::LSTMCell&,
+                                                           const torch::Tensor& zeros) {
+    return {zeros, zeros};
+  }
+  static torch::Tensor result_of(const torch::Tensor& state) { return state; }
+  static torch::Tensor result_of(const std::tuple<torch::Tensor, torch::Tensor>& state) {
+    return std::get<0>(state);
+  }
+
+  std::vector<Cell> cells;
+};
+
+template <class Cell>
+void expect_cells_predicted(const char* pipeline) {
+  using Net = torch::nn::ModuleHolder<CellNetImpl<Cell>>;
+  torch::manual_seed(5);
+  expect_predicted(peaks_of<Net>(config_of(pipeline).trace_memory_usage(true),
+                                 torch::randn({kMicrobatches * 64, 4, 32}),
+                                 [](Net& net, const torch::Tensor& x) { return net->forward(x); }));
+}
+
+TEST_P(PeakOfHalves, IsPredictedForLstmCells) {
+  expect_cells_predicted<torch::nn::LSTMCell>(GetParam());
+}
+
+TEST_P(PeakOfHalves, IsPredictedForGruCells) {
+  expect_cells_predicted<torch::nn::GRUCell>(GetParam());
+}
+
+TEST_P(PeakOfHalves, IsPredictedForRnnCells) {
+  expect_cells_predicted<torch::nn::RNNCell>(GetParam());
+}
+
 const auto kSchedules =
     ::testing::Values("simple", "interleaved", "1f1b", "eager_1f1b", "interleaved_1f1b",
                       "breadth_first", "zb_h1", "zb_h2", "zbv");
@@ -519,62 +575,6 @@ INSTANTIATE_TEST_SUITE_P(Schedules, Kept, kSchedules);
 INSTANTIATE_TEST_SUITE_P(Schedules, Peak, kSchedules);
 INSTANTIATE_TEST_SUITE_P(Schedules, PeakUnderAutocast, kSchedules);
 INSTANTIATE_TEST_SUITE_P(Schedules, PeakOfHalves, ::testing::Values("zb_h1", "zb_h2", "zbv"));
-
-/// The plan has room for all that the list keeps, in microbatches of one stage. A `list` is made
-/// for the room that the plan leaves.
-TEST(PredictedInFlight, IsAtLeastWhatTheListKeeps) {
-  for (const auto& kind : pipeline::schedule_kinds()) {
-    for (int ranks = 2; kind.trains && kind.name != "list" && ranks <= 5; ++ranks) {
-      for (const int microbatches : {1, 2, 3, 5, 8, 13}) {
-        SCOPED_TRACE(c10::str(kind.name, ", ", ranks, " ranks, ", microbatches, " microbatches"));
-        auto options = kind.place(ranks, /*per_rank=*/0, microbatches);
-        const auto model = runtime::step_model(Config().partitions(ranks).pipeline(kind.name),
-                                               ranks, microbatches, /*replicas=*/1);
-        options.active_microbatches(model.active_microbatches());
-        auto costs = pipeline::StageCosts::uniform(options.stages());
-        costs.kept.assign(options.stages(), 1);
-        const auto schedule = pipeline::lower(kind.generate(options), options.edges());
-        const auto kept = pipeline::simulate(schedule, options.edges(), costs).peak_memory;
-        std::vector<double> predicted(ranks, 0);
-        for (int stage = 0; stage < options.stages(); ++stage) {
-          predicted[options.rank_of_stage()[stage]] +=
-              partitioner::microbatches_in_flight(model, /*trains=*/true, stage, options.stages());
-        }
-        for (int rank = 0; rank < ranks; ++rank) EXPECT_GE(predicted[rank], kept[rank]) << rank;
-        const bool is_exact = kind.name == "simple" || kind.name == "interleaved";
-        if (is_exact) {
-          EXPECT_EQ(predicted, kept);
-        }
-      }
-    }
-  }
-}
-
-/// Sixteen weights of 256 KiB, and next to no activations.
-TEST(PeakOfGradients, IsLittleAboveTheSums) {
-  at::set_num_threads(1);
-  constexpr int64_t kCount = 16, kWide = 256, kBytes = kWide * kWide * 4;
-  for (const char* pipeline : {"simple", "interleaved", "zb_h1"}) {
-    torch::nn::Sequential net;
-    for (int i = 0; i < kCount; ++i) {
-      net->push_back(torch::nn::Linear(torch::nn::LinearOptions(kWide, kWide).bias(false)));
-    }
-    run_as_threads(1, Config().microbatches(2).pipeline(pipeline), [&] {
-      DistributedModel<torch::nn::Sequential> model(net);
-      auto train = step([&](torch::Tensor input) {
-        auto loss = model(input).square().mean();
-        model->backward(loss);
-        return loss;
-      });
-      const auto x = torch::ones({2, kWide});
-      for (int i = 0; i < 2; ++i) train(x);
-      const graph::Allocations allocations;
-      train(x);
-      EXPECT_LT(allocations.peak(), (kCount + 4) * kBytes)
-          << pipeline << ": the sums, to which each gradient goes on at once";
-    });
-  }
-}
 
 }  // namespace
 }  // namespace smp::testing

@@ -61,6 +61,7 @@ stage 0: 3 operators, forward and backward
   to 1        %4 f32[2, 2], gradient comes back
   to 1        first.weight f32[2, 2], the gradient of its use there comes back
 actions
+  0SEND_COPY>1, 16 bytes
   0F0
   0SEND_F0>1, 192 bytes
   0F1
@@ -70,6 +71,7 @@ actions
   0RECV_B1<1, 320 bytes
   0B1
   0REDUCE
+  1OUTPUTS, 192 bytes
 )");
   EXPECT_EQ(texts[1], R"(1f1b, 2 stages, 2 microbatches
 stage 1: 5 operators, forward and backward
@@ -80,6 +82,7 @@ stage 1: 5 operators, forward and backward
   backward of %13 f32[]
   output 0    %13 f32[]
 actions
+  1RECV_COPY<0, 16 bytes
   1RECV_F0<0, 192 bytes
   1F0
   1B0
@@ -89,6 +92,7 @@ actions
   1B1
   1SEND_B1>0, 320 bytes
   1REDUCE
+  1OUTPUTS, 192 bytes
 )");
 }
 

@@ -179,6 +179,21 @@ TEST(ReplayCheck, ComparesWeightsOfReplicas) {
               "than on its replica, world rank 0 (hash "});
 }
 
+/// Parameters that are not divided.
+TEST(ReplayCheck, ComparesWholeWeightsBesideShards) {
+  const auto sharded = config_of(2, 2).sharded_data_parallel_degree(2);
+  const auto errors =
+      train(4, Config(sharded).sdp_param_persistence_threshold(100), 4, [](int step, auto& model) {
+        if (step != 3 || rank() != 2) return;
+        const torch::NoGradGuard no_grad;
+        model->local_named_parameters()["norm0.bias"].add_(1);
+      });
+  expect_has(same_error(errors, 4),
+             {"in training step 3",
+              ": parameter \"norm0.bias\", f32[16], has other bits on world rank 2 (hash ",
+              "than on its replica, world rank 0 (hash "});
+}
+
 /// Plays ranks with the check in each step.
 void run_checked(int ranks, const Config& config, const std::function<void()>& program) {
   run_as_threads(ranks, Config(config).replay_check(1), program);

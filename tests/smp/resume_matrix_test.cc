@@ -79,7 +79,10 @@ std::vector<Change> changes() {
           {"OneToTwoByTwoSharded", {1, 1}, {2, 2, "1f1b", true}},
           {"StagesToReplicas", {2, 1, "1f1b"}, {1, 2}},
           {"StagesToReplicasSharded", {2, 1, "1f1b"}, {1, 2, "interleaved", true}},
-          {"ShardedReplicasToStages", {1, 2, "interleaved", true}, {2, 1, "1f1b"}}};
+          {"ShardedReplicasToStages", {1, 2, "interleaved", true}, {2, 1, "1f1b"}},
+          {"OneToShardedParameters", {1, 1}, {2, 2, "1f1b", false, 2}},
+          {"ShardedParametersToReplicas", {2, 2, "zb_h1", false, 2}, {1, 2, "simple", true}},
+          {"ShardedParametersFlattened", {2, 2, "1f1b", false, 2}, {1, 2, "simple", false, 2}}};
 }
 
 struct ResumeCase {

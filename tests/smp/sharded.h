@@ -3,6 +3,7 @@
 
 #include <torch/torch.h>
 
+#include <functional>
 #include <ostream>
 
 #include "runtime/parameters/parameter_shards.h"
@@ -62,6 +63,57 @@ inline int64_t held_elements(const torch::nn::Module& module) {
 
 inline const auto kAdamW = torch::optim::AdamWOptions(0.01).weight_decay(0.1);
 inline const auto kSgd = torch::optim::SGDOptions(0.1).momentum(0.9);
+
+/// Training on pipelines whose ranks hold shards of the parameters of their stages.
+template <class Net, class Optimizer, class Options>
+auto sharded_pipelines(const parity::Layout& layout, const Sharded& run,
+                       const std::function<Net()>& make, const Options& options) {
+  auto result = parity::training<Net, Optimizer>(layout, make, options);
+  result.config = sharded_config(run).partitions(layout.stages).pipeline(layout.pipeline);
+  return result;
+}
+
+template <class Training>
+void expect_as_plain(const Training& tested) {
+  auto sharded = tested.run_on_ranks();
+  const auto plain = tested.run_plain();
+  // Gradients of shards are compared by the optimizers' results.
+  sharded.gradients = plain.gradients;
+  expect_same(sharded, plain);
+}
+
+/// Weights that are read through views, several times, far apart; a frozen one; parts of one
+/// weight; one that does not reach the loss.
+struct ViewNetImpl : torch::nn::Module {
+  ViewNetImpl() {
+    square = register_parameter("square", torch::randn({8, 8}) * 0.3);
+    fused = register_parameter("fused", torch::randn({24, 8}) * 0.3);
+    strided = register_parameter(
+        "strided", (torch::randn({8, 12}) * 0.3).t().clone(at::MemoryFormat::Preserve));
+    frozen = register_parameter("frozen", torch::randn({12, 8}) * 0.3, /*requires_grad=*/false);
+    aside = register_parameter("aside", torch::randn({8, 8}));
+    unused = register_parameter("unused", torch::randn({8, 8}));
+  }
+
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    const auto transposed = square.t();
+    const auto parts = fused.chunk(3);
+    {
+      const torch::NoGradGuard no_grad;
+      y = y + 0.01 * torch::tanh(y.matmul(aside));
+    }
+    x = torch::tanh(x.matmul(transposed));
+    for (const auto& part : parts) x = x + torch::relu(x.matmul(part));
+    x = x.matmul(strided.t()).matmul(frozen);
+    x = torch::tanh(x.matmul(square)) + fused.narrow(0, 3, 1);
+    return torch::mse_loss(x, y) + 1e-3 * square.square().sum();
+  }
+
+  static Tensors batch(int64_t size) { return {torch::randn({size, 8}), torch::randn({size, 8})}; }
+
+  torch::Tensor square, fused, strided, frozen, aside, unused;
+};
+TORCH_MODULE(ViewNet);
 
 inline TinyGpt tied_gpt() { return TinyGpt(true); }
 inline TinyGpt gpt() { return TinyGpt(false); }

@@ -49,11 +49,7 @@ void check(
   tested.config = sharded_config(run);
   tested.after_step = [&](auto& rank, int step) { watch(rank.model, step); };
   tested.prepare = prepare;
-  auto sharded = tested.run_on_ranks();
-  const auto plain = tested.run_plain();
-  // Gradients of shards are compared by the optimizers' results.
-  sharded.gradients = plain.gradients;
-  expect_same(sharded, plain);
+  expect_as_plain(tested);
 }
 
 class ShardedTraining : public ::testing::TestWithParam<std::pair<int, int>> {};
@@ -83,39 +79,6 @@ TEST_P(ShardedTraining, TakesNormsOfWholes) {
 INSTANTIATE_TEST_SUITE_P(ReplicasAndDegree, ShardedTraining,
                          ::testing::Values(std::pair(2, 2), std::pair(3, 3), std::pair(4, 2),
                                            std::pair(4, 4)));
-
-/// Weights that are read through views, several times, far apart; a frozen one; parts of one
-/// weight; one that does not reach the loss.
-struct ViewNetImpl : torch::nn::Module {
-  ViewNetImpl() {
-    square = register_parameter("square", torch::randn({8, 8}) * 0.3);
-    fused = register_parameter("fused", torch::randn({24, 8}) * 0.3);
-    strided = register_parameter(
-        "strided", (torch::randn({8, 12}) * 0.3).t().clone(at::MemoryFormat::Preserve));
-    frozen = register_parameter("frozen", torch::randn({12, 8}) * 0.3, /*requires_grad=*/false);
-    aside = register_parameter("aside", torch::randn({8, 8}));
-    unused = register_parameter("unused", torch::randn({8, 8}));
-  }
-
-  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
-    const auto transposed = square.t();
-    const auto parts = fused.chunk(3);
-    {
-      const torch::NoGradGuard no_grad;
-      y = y + 0.01 * torch::tanh(y.matmul(aside));
-    }
-    x = torch::tanh(x.matmul(transposed));
-    for (const auto& part : parts) x = x + torch::relu(x.matmul(part));
-    x = x.matmul(strided.t()).matmul(frozen);
-    x = torch::tanh(x.matmul(square)) + fused.narrow(0, 3, 1);
-    return torch::mse_loss(x, y) + 1e-3 * square.square().sum();
-  }
-
-  static Tensors batch(int64_t size) { return {torch::randn({size, 8}), torch::randn({size, 8})}; }
-
-  torch::Tensor square, fused, strided, frozen, aside, unused;
-};
-TORCH_MODULE(ViewNet);
 
 TEST(ShardedParameters, AreReadThroughViews) {
   const auto make = [] { return ViewNet(); };

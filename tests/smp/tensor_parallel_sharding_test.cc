@@ -63,8 +63,8 @@ const Change kStates = with_divided_states, kParameters = with_divided_parameter
 TEST(TensorParallelSharding, HasTheBitsOfWholeReplicas) {
   check<PlainModel>({2, 1, 2}, {kStates, kParameters});
   check<DividedModel>({2, 1, 2}, {kStates, kParameters});
-  check<DividedModel>({2, 2, 2, true}, {kStates});
-  check<PlainModel>({2, 2, 2}, {kStates});
+  check<DividedModel>({2, 2, 2, true}, {kStates, kParameters});
+  check<PlainModel>({2, 2, 2}, {kStates, kParameters});
   check<PlainModel>({2, 1, 4, true}, {kStates, kParameters});
 }
 

@@ -15,6 +15,7 @@
 #include "comm/threads/run_ranks.h"
 #include "dp/sharded_parameters.h"
 #include "graph/absent.h"
+#include "nn/parameter_sharding.h"
 #include "optim/grad_norm.h"
 #include "runtime/model.h"
 #include "runtime/parameters/dividing.h"
@@ -70,7 +71,7 @@ const std::vector<Layout>& layouts() {
   return all;
 }
 
-/// Makes a model of the tensors. Its own slices have none, since it trains none.
+/// Makes a model of the tensors. Its own pieces have none, since it trains none.
 std::shared_ptr<Model> make_model(const std::shared_ptr<Runtime>& runtime,
                                   const std::vector<Tensor>& all) {
   const auto module = std::make_shared<torch::nn::Module>();
@@ -104,14 +105,14 @@ void on_ranks(const Layout& layout, const Body& body) {
     for (const auto& [name, whole, split, in_shards, owner] : all) {
       const auto& entry = table.at(name);
       if (split) divide_parameter(*runtime, entry, *split);
-      table.set_owner(name, owner % layout.pp, "");
+      table.set_owner(name, runtime->topology().axis(CommGroup::kPp), owner % layout.pp, "");
       if (!runtime->owns(entry)) {
         graph::release_as_absent(entry.tensor, absence_of(entry));
       } else if (in_shards && layout.replicas > 1) {
         shards->add(entry.tensor, name);
       }
     }
-    table.set_slices(shards, runtime->topology().pieces(), /*are_shards=*/true);
+    table.set_pieces(shards, runtime->topology().pieces(), /*are_shards=*/true);
     body(*runtime, all);
   });
 }
@@ -122,6 +123,29 @@ torch::Tensor own_of(const Runtime& runtime, const Tensor& tensor, const torch::
   if (!runtime.owns(entry)) return {};
   const auto own = entry.sharding.cut(whole, runtime.rank());
   return own.numel() > 0 ? own : torch::Tensor();
+}
+
+TEST(WholeOnRanks, SaysHowItLies) {
+  for (const Layout& layout : layouts()) {
+    on_ranks(layout, [&](const Runtime& runtime, const auto& all) {
+      const core::Axis divides = runtime.topology().axis(CommGroup::kTp);
+      for (const Tensor& tensor : all) {
+        const auto& entry = runtime.table().at(tensor.name);
+        const int owner = tensor.owner % layout.pp;
+        EXPECT_EQ(entry.owner(), owner) << tensor.name;
+        EXPECT_EQ(runtime.owns(entry), runtime.rank_in(CommGroup::kPp) == owner) << tensor.name;
+        ASSERT_EQ(entry.is_divided(), tensor.split.has_value()) << tensor.name;
+        if (tensor.split) {
+          EXPECT_EQ(nn::split_of(entry.sharding, divides).to_string(), tensor.split->to_string());
+        }
+        const bool in_pieces = tensor.in_shards && layout.replicas > 1 && runtime.owns(entry);
+        EXPECT_EQ(entry.piece.has_value(), in_pieces) << tensor.name;
+        const auto& cuts = entry.sharding.cuts;
+        EXPECT_EQ(cuts.size(), 1 + (tensor.split ? 1 : 0) + (in_pieces ? 1 : 0)) << tensor.name;
+        EXPECT_EQ(entry.within_owner().cuts, (std::vector(cuts.begin() + 1, cuts.end())));
+      }
+    });
+  }
 }
 
 TEST(WholeOnRanks, IsOnAllOrOnTheFirst) {
@@ -177,7 +201,7 @@ TEST(WholeOnRanks, HasTheNormsOfOneProcess) {
         std::vector<Held> held;
         for (const Tensor& tensor : all) {
           const auto& entry = runtime.table().at(tensor.name);
-          held.push_back({&entry, entry.sharding, own_of(runtime, tensor, tensor.whole),
+          held.push_back({&entry, entry.within_owner(), own_of(runtime, tensor, tensor.whole),
                           tensor.whole.scalar_type(), runtime.owns(entry)});
         }
         const auto norms = share_norms(norms_of_wholes(runtime, held, type), *runtime.world());
@@ -217,8 +241,8 @@ TEST(WholeOnRanks, IsClippedAsInOneProcess) {
         expected.back().mutable_grad() = tensor.whole + 0.5;
         if (!runtime.owns(entry)) continue;
         const auto own = own_of(runtime, tensor, tensor.whole + 0.5);
-        if (entry.slice) {
-          entry.slice->slices->add_gradient(entry.slice->index, own.defined() ? own.clone() : own);
+        if (entry.piece) {
+          entry.piece->pieces->add_gradient(entry.piece->index, own.defined() ? own.clone() : own);
         } else {
           entry.tensor.mutable_grad() = own.clone();
         }

@@ -6,9 +6,9 @@
 
 #include <ATen/autocast_mode.h>
 
-#include "graph/batch_axis.h"
 #include "graph/coalesce.h"
 #include "graph/leaf.h"
+#include "nn/rewrite/batch_axis.h"
 #include "nn/rewrite/rule.h"
 #include "tests/error_of.h"
 #include "tests/nn/rewrite/harness.h"
@@ -440,7 +440,7 @@ TEST(DivideTest, SeveralMicrobatchesAsOne) {
   const Tensor all = torch::randn({2 * kFactor, 4}, torch::kDouble);
   const auto part = [&](int m) { return Tensors{all.narrow(0, 2 * m, 2)}; };
   const auto one = capture(table, part(0), step), many = capture(table, {all}, step);
-  const auto axes = graph::find_batch_axes(*one, *many, kFactor);
+  const auto axes = find_batch_axes(*one, *many, kFactor);
   ASSERT_EQ(axes.refusal, std::nullopt);
   graph::Coalesced coalesced = graph::coalesce(*one, *many, axes, kFactor);
   set_costs(coalesced.graph);

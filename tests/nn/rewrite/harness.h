@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/threads/run_ranks.h"
+#include "graph/keyed_random.h"
 #include "nn/rewrite/divide.h"
 #include "nn/tensor_group.h"
 #include "tests/graph/harness.h"

@@ -153,10 +153,12 @@ std::vector<Sample> shape_samples(int64_t n) {
       {"aten::t", "", {with_gradient({n, 2 * n})}, nullptr},
       {"aten::mT", "", {x}, nullptr},
       {"aten::movedim", "int", {x, 2, 0}, nullptr},
+      {"aten::movedim", "intlist", {x, list({0, -1}), list({1, 0})}, nullptr},
       {"aten::unsqueeze", "", {x, -2}, nullptr},
       {"aten::squeeze", "dim", {with_gradient({n, 1, 2 * n}), 1}, nullptr},
       {"aten::squeeze", "", {with_gradient({n, 1, 2 * n})}, nullptr},
       {"aten::squeeze", "dim", {with_gradient({n, 3}), 0}, nullptr},
+      {"aten::squeeze", "dims", {with_gradient({n, 1, 2 * n}), list({})}, nullptr},
       {"aten::select", "int", {x, 1, 2}, nullptr},
       {"aten::unbind", "int", {with_gradient({2, 2 * n}), 0}, nullptr},
       {"aten::slice", "Tensor", {x, 2, 2 * n, 4 * n, 1}, numbers_at({2, 3}, 2, ranks)},
@@ -179,11 +181,82 @@ std::vector<Sample> shape_samples(int64_t n) {
        "",
        {with_gradient({n, 1, 2}), list({3, n, 2 * n, 2}), false},
        sizes_at(1, {3, n, 2 * n, 2}, ranks)},
-      {"aten::repeat", "", {with_gradient({n, 2}), list({3, 2, 1})}, nullptr, kInexact},
+      {"aten::repeat",
+       "",
+       {with_gradient({n, 2}), list({3, 2, 1})},
+       [=](Stack& stack, const LayoutList&, const LayoutList& results) {
+         const bool by_copies = results[0].is_divided() && results[0].dim == 0;
+         if (by_copies) stack[1] = list({3 / ranks, 2, 1});
+       },
+       kInexact},
+      {"aten::repeat_interleave", "self_int", {x, 2, 1, kNone}, nullptr, kInexact},
+      {"aten::index_select", "", {x, 1, torch::tensor({0, 2})}, nullptr, kInexact},
+      {"aten::gather", "", {x, 1, torch::randint(0, 3, {n, 2, 4 * n}), false}, nullptr, kInexact},
+      {"aten::flip", "", {x, list({1})}, nullptr, kInexact},
+      {"aten::roll", "", {x, list({1}), list({2})}, nullptr, kInexact},
+      {"aten::roll", "", {x, list({1}), list({})}, nullptr, kInexact},
+      {"aten::unfold", "", {with_gradient({n, 6 * n}), 1, 2, 2}, nullptr, kInexact},
       {"aten::new_ones",
        "",
        {x, list({n, 2 * n}), kNone, kNone, kNone, kNone},
        sizes_at(1, {n, 2 * n}, ranks)},
+  };
+}
+
+std::vector<Sample> layer_samples(int64_t n) {
+  const auto g = [](std::vector<int64_t> sizes) { return with_gradient(std::move(sizes)); };
+  const auto list = [](std::vector<int64_t> numbers) { return c10::IValue(std::move(numbers)); };
+  const c10::IValue zero = list({0}), one = list({1}), two = list({2});
+  const c10::IValue zeros = list({0, 0}), ones = list({1, 1}), twos = list({2, 2});
+  const Tensor mean = integers({2}).detach(), variance = integers({2}).detach().abs();
+  const std::vector<Tensor> matrices = {integers({3, 1}).detach(), integers({3, 1}).detach()};
+  // libtorch does not check the sizes of a recurrent layer's matrices, and reads beyond them.
+  const Localize whole_matrices = [](Stack&, const LayoutList& arguments, const LayoutList&) {
+    TORCH_CHECK(!arguments[2].is_divided() && !arguments[3].is_divided(), "parts of matrices");
+  };
+  return {
+      {"aten::conv1d",
+       "",
+       {g({n, 2 * n, 4}), g({2 * n, 1, 3}), kNone, one, one, one, 2 * n},
+       nullptr,
+       kInexact},
+      {"aten::conv_transpose1d",
+       "",
+       {g({n, 2 * n, 3}), g({2 * n, 2, 2}), kNone, one, zero, zero, 1, one},
+       nullptr,
+       kInexact},
+      {"aten::batch_norm",
+       "",
+       {g({n, 2, 3}), g({2}), g({2}), mean, variance, false, 0.1, 1e-5, false},
+       nullptr,
+       kInexact},
+      {"aten::im2col", "", {g({n, 2, 3, 3}), twos, ones, zeros, ones}, nullptr, kInexact},
+      {"aten::prelu", "", {g({n, 2 * n, 3}), g({2 * n})}, nullptr, kInexact},
+      {"aten::prelu", "", {g({n, 2 * n}), g({1})}, nullptr, kInexact},
+      {"aten::constant_pad_nd", "", {g({n, 2, 3 * n}), list({1, 1}), 0}, nullptr, kInexact},
+      {"aten::reflection_pad2d", "", {g({n, 2, 3, 2 * n}), list({1, 1, 1, 1})}, nullptr, kInexact},
+      {"aten::avg_pool1d", "", {g({n, 2, 4 * n}), two, one, zero, false, true}, nullptr, kInexact},
+      {"aten::max_pool2d",
+       "",
+       {g({n, 2, 4, 4 * n}), twos, twos, zeros, ones, false},
+       nullptr,
+       kInexact},
+      {"aten::upsample_bilinear2d",
+       "",
+       {g({n, 2, 2, 2 * n}), list({4, 4 * n}), false, kNone, kNone},
+       nullptr,
+       kInexact},
+      {"aten::pixel_shuffle", "", {g({n, 4 * n, 2, 2}), 2}, nullptr, kInexact},
+      {"aten::gru",
+       "input",
+       {g({1, n, 1}), g({1, n, 1}), matrices, false, 1, 0.0, false, false, false},
+       whole_matrices,
+       kInexact},
+      {"aten::gru",
+       "input",
+       {g({n, 1, 1}), g({1, n, 1}), matrices, false, 1, 0.0, false, false, true},
+       whole_matrices,
+       kInexact},
   };
 }
 

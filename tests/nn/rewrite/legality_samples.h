@@ -36,6 +36,7 @@ struct Sample {
 std::vector<Sample> elementwise_samples(int64_t ranks);
 std::vector<Sample> reduction_samples(int64_t ranks);
 std::vector<Sample> shape_samples(int64_t ranks);
+std::vector<Sample> layer_samples(int64_t ranks);
 std::vector<Sample> product_samples(int64_t ranks);
 /// Operators that communicate stand for the tensor that they are given, or for those of libtorch.
 std::vector<Sample> collective_samples(int64_t ranks);

@@ -365,6 +365,7 @@ void run_all(std::vector<Sample> (*samples)(int64_t), int ranks) {
 TEST_P(LegalityTest, ElementwiseOperators) { run_all(elementwise_samples, GetParam()); }
 TEST_P(LegalityTest, Reductions) { run_all(reduction_samples, GetParam()); }
 TEST_P(LegalityTest, Shapes) { run_all(shape_samples, GetParam()); }
+TEST_P(LegalityTest, Layers) { run_all(layer_samples, GetParam()); }
 TEST_P(LegalityTest, Products) { run_all(product_samples, GetParam()); }
 TEST_P(LegalityTest, Collectives) { run_all(collective_samples, GetParam()); }
 

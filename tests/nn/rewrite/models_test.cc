@@ -115,7 +115,8 @@ TEST(ModelTest, DividedGraphsArePartitioned) {
     const DividedGraph divided = divide(*whole, eager_options(table, 2));
     const auto plan = partitioner::partition(divided.graph, partitioner::PartitionOptions(2));
     EXPECT_EQ(plan.stages(), 2);
-    const auto read = graph::graph_from_json(graph::graph_to_json(divided.graph), "a test");
+    const auto read =
+        graph::saved_graph_from_json(graph::graph_to_json(divided.graph), "a test").graph;
     EXPECT_EQ(read.to_string(), divided.graph.to_string());
     EXPECT_EQ(read.constants_fingerprint(), divided.graph.constants_fingerprint());
     EXPECT_EQ(plan.owner.size(), divided.decisions.size());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -28,7 +28,7 @@ graph::AbsencePtr absence_of(const std::string& name) {
 
 }  // namespace
 
-ParameterSlices::ParameterSlices(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+ParameterPieces::ParameterPieces(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                  comm::CommunicatorPtr group, int64_t bucket_bytes)
     : parameters_(std::move(parameters)),
       names_(std::move(names)),
@@ -39,19 +39,19 @@ ParameterSlices::ParameterSlices(std::vector<at::Tensor> parameters, std::vector
       markers_(parameters_.size()) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto [begin, end] = owned(i, group_->rank());
-    pieces_.emplace_back();
-    if (begin < end) pieces_[i] = at::empty({0}, parameters_[i].options()).requires_grad_();
+    own_.emplace_back();
+    if (begin < end) own_[i] = at::empty({0}, parameters_[i].options()).requires_grad_();
   }
   bind();
 }
 
-int64_t ParameterSlices::part_length(const at::Tensor& parameter, int replicas) {
+int64_t ParameterPieces::part_length(const at::Tensor& parameter, int replicas) {
   const BucketLayout layout =
       make_bucket_layout({parameter}, {sum_options(parameter)}, {0}, {1, 1, replicas});
   return layout.numel.front() / replicas;
 }
 
-size_t ParameterSlices::add(const at::Tensor& parameter, const std::string& name,
+size_t ParameterPieces::add(const at::Tensor& parameter, const std::string& name,
                             const at::Tensor& piece) {
   const size_t index = parameters_.size();
   parameters_.push_back(parameter);
@@ -60,29 +60,29 @@ size_t ParameterSlices::add(const at::Tensor& parameter, const std::string& name
   layout_.numel.push_back(part_length(parameter, group_->size()) * group_->size());
   layout_.options.push_back(sum_options(parameter));
   layout_.slots.push_back({index, 0});
-  pieces_.push_back(piece.numel() > 0 ? piece : at::Tensor());
+  own_.push_back(piece.numel() > 0 ? piece : at::Tensor());
   markers_.emplace_back();
   return index;
 }
 
-comm::Range ParameterSlices::range(size_t index) const {
+comm::Range ParameterPieces::range(size_t index) const {
   const auto [bucket, offset] = layout_.slots[index];
   return {offset, layout_.numel[bucket] / group_->size()};
 }
 
-at::Tensor ParameterSlices::flat(const at::Tensor& tensor, size_t index) const {
+at::Tensor ParameterPieces::flat(const at::Tensor& tensor, size_t index) const {
   return tensor.detach().permute(comm::memory_order(parameters_[index])).reshape({-1});
 }
 
-void ParameterSlices::bind() {
+void ParameterPieces::bind() {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const auto [begin, end] = owned(i, group_->rank());
-    if (begin < end) pieces_[i].set_data(flat(parameters_[i], i).slice(0, begin, end));
+    if (begin < end) own_[i].set_data(flat(parameters_[i], i).slice(0, begin, end));
   }
 }
 
-void ParameterSlices::all_gather(const std::vector<bool>& updated) {
+void ParameterPieces::all_gather(const std::vector<bool>& updated) {
   at::NoGradGuard no_grad;
   const auto is_updated = [&](size_t i) { return updated[i]; };
   std::vector<at::Tensor> buckets(layout_.size());
@@ -93,9 +93,9 @@ void ParameterSlices::all_gather(const std::vector<bool>& updated) {
     const auto dtype = parameters_[members.front()].scalar_type();
     buckets[b] = at::empty({layout_.numel[b]}, layout_.options[b].dtype(dtype));
     for (size_t i : members) {
-      if (!pieces_[i].defined()) continue;
+      if (!own_[i].defined()) continue;
       const auto [begin, end] = owned(i, group_->rank());
-      buckets[b].narrow(0, layout_.slots[i].offset + begin, end - begin).copy_(pieces_[i]);
+      buckets[b].narrow(0, layout_.slots[i].offset + begin, end - begin).copy_(own_[i]);
     }
     const at::Tensor mine = buckets[b].chunk(group_->size())[group_->rank()];
     works[b] = group_->async().all_gather(as_real(buckets[b]), as_real(mine));
@@ -111,15 +111,15 @@ void ParameterSlices::all_gather(const std::vector<bool>& updated) {
   }
 }
 
-void ParameterSlices::add_gradient(size_t index, const at::Tensor& gradient) {
+void ParameterPieces::add_gradient(size_t index, const at::Tensor& gradient) {
   const at::Tensor& parameter = parameters_[index];
   if (!has_gradient(index)) {
     markers_[index] = graph::make_absent_like(parameter, absence_of(names_[index]));
     parameter.mutable_grad() = markers_[index];
   }
-  if (!pieces_[index].defined()) return;
+  if (!own_[index].defined()) return;
   at::NoGradGuard no_grad;
-  at::Tensor& sum = pieces_[index].mutable_grad();
+  at::Tensor& sum = own_[index].mutable_grad();
   if (sum.defined()) {
     sum.add_(gradient);
   } else {
@@ -127,10 +127,10 @@ void ParameterSlices::add_gradient(size_t index, const at::Tensor& gradient) {
   }
 }
 
-bool ParameterSlices::has_gradient(size_t index) {
+bool ParameterPieces::has_gradient(size_t index) {
   const at::Tensor& given = parameters_[index].grad();
   if (!given.defined()) {
-    if (pieces_[index].defined()) pieces_[index].mutable_grad().reset();
+    if (own_[index].defined()) own_[index].mutable_grad().reset();
     return false;
   }
   SMP_CHECK_WITH(UsageError, given.is_same(markers_[index]),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "dp/parameter_slices.h"
+#include "dp/parameter_pieces.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
@@ -13,11 +13,11 @@
 namespace smp::dp {
 namespace {
 
-const std::vector<std::string> kSliceNames{"a",      "scalar",  "transposed", "gaps",  "half",
+const std::vector<std::string> kPieceNames{"a",      "scalar",  "transposed", "gaps",  "half",
                                            "double", "complex", "large",      "unused"};
 
 /// The parameters of all kinds: dense in another order, with gaps in memory, of other dtypes.
-std::vector<at::Tensor> make_sliced() {
+std::vector<at::Tensor> make_divided() {
   std::vector<at::Tensor> result{at::zeros({5, 30}),
                                  at::zeros({}),
                                  at::zeros({40, 6}).t(),
@@ -45,8 +45,8 @@ at::Tensor make_gradient(const at::Tensor& parameter, size_t index, int microbat
 /// Ranks as threads share the default generator: their data are drawn before.
 struct Data {
   Data(int replicas, int microbatches) : parameters(replicas) {
-    for (auto& own : parameters) own = make_sliced();
-    for (size_t i = 0; i < kSliceNames.size(); ++i) {
+    for (auto& own : parameters) own = make_divided();
+    for (size_t i = 0; i < kPieceNames.size(); ++i) {
       gradients.emplace_back();
       for (int m = 0; m < replicas * microbatches; ++m) {
         gradients[i].push_back(make_gradient(parameters[0][i], i, m));
@@ -57,39 +57,39 @@ struct Data {
   std::vector<std::vector<at::Tensor>> gradients;   // gradients by parameter and global microbatch
 };
 
-std::shared_ptr<ParameterSlices> make_slices(const std::vector<at::Tensor>& parameters,
+std::shared_ptr<ParameterPieces> make_pieces(const std::vector<at::Tensor>& parameters,
                                              const comm::CommunicatorPtr& group,
                                              int64_t bucket_bytes = 2048) {
-  return std::make_shared<ParameterSlices>(parameters, kSliceNames, group, bucket_bytes);
+  return std::make_shared<ParameterPieces>(parameters, kPieceNames, group, bucket_bytes);
 }
 
-class ParameterSlicesTest : public ::testing::TestWithParam<int> {};
+class ParameterPiecesTest : public ::testing::TestWithParam<int> {};
 
-TEST_P(ParameterSlicesTest, DivideEveryParameterEvenly) {
+TEST_P(ParameterPiecesTest, DivideEveryParameterEvenly) {
   const int replicas = GetParam();
   const Data data(replicas, 1);
   comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
-    const auto slices = make_slices(data.parameters[group->rank()], group);
+    const auto pieces = make_pieces(data.parameters[group->rank()], group);
     std::vector<int64_t> owned(replicas, 0);
     int64_t all = 0;
-    for (size_t i = 0; i < kSliceNames.size(); ++i) {
+    for (size_t i = 0; i < kPieceNames.size(); ++i) {
       int64_t next = 0;
       for (int r = 0; r < replicas; ++r) {
-        const auto [begin, end] = slices->owned(i, r);
+        const auto [begin, end] = pieces->owned(i, r);
         owned[r] += end - begin;
         if (begin == end) continue;
-        const auto [offset, length] = slices->range(i);
-        EXPECT_EQ(begin, next) << kSliceNames[i];
-        EXPECT_EQ(begin % 64, 0) << kSliceNames[i];  // where vectors of kernels end
-        EXPECT_EQ((offset + begin - r * length) % (replicas > 1 ? 64 : 8), 0) << kSliceNames[i];
+        const auto [offset, length] = pieces->range(i);
+        EXPECT_EQ(begin, next) << kPieceNames[i];
+        EXPECT_EQ(begin % 64, 0) << kPieceNames[i];  // where vectors of kernels end
+        EXPECT_EQ((offset + begin - r * length) % (replicas > 1 ? 64 : 8), 0) << kPieceNames[i];
         next = end;
       }
-      EXPECT_EQ(next, slices->parameters()[i].numel()) << kSliceNames[i];
+      EXPECT_EQ(next, pieces->parameters()[i].numel()) << kPieceNames[i];
       all += next;
     }
     // Each bucket is divided evenly, but for the padding of a gradient and the bucket.
-    const auto buckets = static_cast<int64_t>(slices->layout().size());
-    const int64_t slack = 64 * (static_cast<int64_t>(kSliceNames.size()) + replicas * buckets);
+    const auto buckets = static_cast<int64_t>(pieces->layout().size());
+    const int64_t slack = 64 * (static_cast<int64_t>(kPieceNames.size()) + replicas * buckets);
     for (int r = 0; r < replicas; ++r) EXPECT_NEAR(owned[r], all / replicas, slack);
   });
 }
@@ -102,77 +102,77 @@ at::Tensor brute_force(const at::Tensor& whole, const at::Tensor& parameter,
   return order.contiguous().view({-1}).slice(0, elements.first, elements.second);
 }
 
-TEST_P(ParameterSlicesTest, ShareMemoryAndAreGatheredFromAll) {
+TEST_P(ParameterPiecesTest, ShareMemoryAndAreGatheredFromAll) {
   const int replicas = GetParam();
   const Data data(replicas, 1);
   const Data expected(1, 1);
   comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
     const auto& parameters = data.parameters[group->rank()];
-    const auto slices = make_slices(parameters, group);
+    const auto pieces = make_pieces(parameters, group);
     at::NoGradGuard no_grad;
-    for (size_t i = 0; i < kSliceNames.size(); ++i) {
-      const auto& piece = slices->pieces()[i];
-      const auto owned = slices->owned(i, group->rank());
+    for (size_t i = 0; i < kPieceNames.size(); ++i) {
+      const auto& piece = pieces->own()[i];
+      const auto owned = pieces->owned(i, group->rank());
       EXPECT_EQ(piece.defined(), owned.first < owned.second);
       if (!piece.defined()) continue;
       EXPECT_TRUE(piece.requires_grad() && piece.is_leaf());
       EXPECT_TRUE(at::equal(piece, brute_force(parameters[i], parameters[i], owned)))
-          << kSliceNames[i];
-      EXPECT_EQ(piece.is_alias_of(parameters[i]), kSliceNames[i] != "gaps");
+          << kPieceNames[i];
+      EXPECT_EQ(piece.is_alias_of(parameters[i]), kPieceNames[i] != "gaps");
       piece.mul_(2);
     }
-    slices->all_gather(std::vector<bool>(kSliceNames.size(), true));
-    for (size_t i = 0; i < kSliceNames.size(); ++i) {
-      EXPECT_TRUE(at::equal(parameters[i], expected.parameters[0][i] * 2)) << kSliceNames[i];
+    pieces->all_gather(std::vector<bool>(kPieceNames.size(), true));
+    for (size_t i = 0; i < kPieceNames.size(); ++i) {
+      EXPECT_TRUE(at::equal(parameters[i], expected.parameters[0][i] * 2)) << kPieceNames[i];
     }
   });
 }
 
-TEST_P(ParameterSlicesTest, OnlyUpdatedBucketsAreGathered) {
+TEST_P(ParameterPiecesTest, OnlyUpdatedBucketsAreGathered) {
   const int replicas = GetParam();
   const Data data(replicas, 1);
   const Data old(1, 1);
   comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
     const auto& parameters = data.parameters[group->rank()];
-    const auto slices = make_slices(parameters, group, 1);  // a bucket each
+    const auto pieces = make_pieces(parameters, group, 1);  // a bucket each
     at::NoGradGuard no_grad;
-    for (const auto& piece : slices->pieces()) {
+    for (const auto& piece : pieces->own()) {
       if (piece.defined()) piece.add_(1);
     }
-    std::vector<bool> updated(kSliceNames.size(), false);
+    std::vector<bool> updated(kPieceNames.size(), false);
     updated[7] = true;
-    slices->all_gather(updated);
+    pieces->all_gather(updated);
     EXPECT_TRUE(at::equal(parameters[7], old.parameters[0][7] + 1));
     EXPECT_EQ(at::equal(parameters[0], old.parameters[0][0] + 1), replicas == 1);
   });
 }
 
 /// A parameter may be given other memory, and keeps its piece.
-TEST_P(ParameterSlicesTest, FollowTheParametersMemory) {
+TEST_P(ParameterPiecesTest, FollowTheParametersMemory) {
   const int replicas = GetParam();
   const Data data(replicas, 1);
   comm::run_ranks(replicas, [&](const comm::CommunicatorPtr& group) {
     auto parameters = data.parameters[group->rank()];
-    const auto slices = make_slices(parameters, group);
+    const auto pieces = make_pieces(parameters, group);
     parameters[7].set_data(at::full({33, 31}, 7.));
-    slices->bind();
-    const auto& piece = slices->pieces()[7];
+    pieces->bind();
+    const auto& piece = pieces->own()[7];
     if (!piece.defined()) return;
     EXPECT_TRUE(at::equal(piece, at::full({piece.numel()}, 7.)));
   });
 }
 
-struct SlicesCase {
+struct PiecesCase {
   int replicas;
   int local_shards;
   bool views;
 };
 
-class SlicedGradients : public ::testing::TestWithParam<SlicesCase> {};
+class GradientsInPieces : public ::testing::TestWithParam<PiecesCase> {};
 
 /// Against a formula, and the neighbours' pieces are others.
-TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
-  const SlicesCase& test = GetParam();
+TEST_P(GradientsInPieces, HaveTheBitsOfTheWhole) {
+  const PiecesCase& test = GetParam();
   constexpr int kMicrobatches = 2;
   const Data data(test.replicas, kMicrobatches);
   BucketOptions options;
@@ -183,7 +183,7 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
   options.gradient_as_bucket_view = test.views;
   const int per_shard = kMicrobatches / test.local_shards;
   std::vector<at::Tensor> sums;
-  for (size_t i = 0; i < kSliceNames.size(); ++i) {
+  for (size_t i = 0; i < kPieceNames.size(); ++i) {
     at::Tensor total;
     for (int shard = 0; shard < options.gradient_shards; ++shard) {
       at::Tensor sum;
@@ -198,8 +198,8 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
   }
   comm::run_ranks(test.replicas, [&](const comm::CommunicatorPtr& group) {
     const auto& parameters = data.parameters[group->rank()];
-    const auto slices = make_slices(parameters, group);
-    GradientBuckets buckets(slices, options);
+    const auto pieces = make_pieces(parameters, group);
+    GradientBuckets buckets(pieces, options);
     for (int step = 1; step <= 3; ++step) {
       for (int m = 0; m < kMicrobatches; ++m) {
         for (size_t i = 0; i < kUnused; ++i) {
@@ -208,19 +208,19 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
       }
       buckets.reduce();
       buckets.finish();
-      for (size_t i = 0; i < kSliceNames.size(); ++i) {
-        const auto& piece = slices->pieces()[i];
-        EXPECT_EQ(parameters[i].grad().defined(), i != kUnused) << kSliceNames[i];
+      for (size_t i = 0; i < kPieceNames.size(); ++i) {
+        const auto& piece = pieces->own()[i];
+        EXPECT_EQ(parameters[i].grad().defined(), i != kUnused) << kPieceNames[i];
         if (!piece.defined()) continue;
-        EXPECT_EQ(piece.grad().defined(), i != kUnused) << kSliceNames[i];
+        EXPECT_EQ(piece.grad().defined(), i != kUnused) << kPieceNames[i];
         if (i == kUnused) continue;
         // The second step adds to the first, the third begins anew.
         const auto want = step == 2 ? sums[i] + sums[i] : sums[i];
-        const auto owned = slices->owned(i, group->rank());
+        const auto owned = pieces->owned(i, group->rank());
         EXPECT_TRUE(at::equal(piece.grad(), brute_force(want, parameters[i], owned)))
-            << kSliceNames[i] << " step " << step;
+            << kPieceNames[i] << " step " << step;
         for (int other = 0; other < test.replicas; ++other) {
-          const auto neighbour = slices->owned(i, other);
+          const auto neighbour = pieces->owned(i, other);
           if (other == group->rank() || neighbour.first == neighbour.second) continue;
           EXPECT_FALSE(at::equal(piece.grad(), brute_force(want, parameters[i], neighbour)));
         }
@@ -231,34 +231,34 @@ TEST_P(SlicedGradients, HaveTheBitsOfTheWhole) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Replicas, ParameterSlicesTest, ::testing::Values(1, 2, 3, 4));
-INSTANTIATE_TEST_SUITE_P(Cases, SlicedGradients,
-                         ::testing::Values(SlicesCase{1, 1, false}, SlicesCase{2, 1, false},
-                                           SlicesCase{3, 1, false}, SlicesCase{4, 1, false},
-                                           SlicesCase{1, 2, false}, SlicesCase{2, 2, false},
-                                           SlicesCase{3, 2, false}, SlicesCase{2, 1, true},
-                                           SlicesCase{3, 1, true}));
+INSTANTIATE_TEST_SUITE_P(Replicas, ParameterPiecesTest, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Cases, GradientsInPieces,
+                         ::testing::Values(PiecesCase{1, 1, false}, PiecesCase{2, 1, false},
+                                           PiecesCase{3, 1, false}, PiecesCase{4, 1, false},
+                                           PiecesCase{1, 2, false}, PiecesCase{2, 2, false},
+                                           PiecesCase{3, 2, false}, PiecesCase{2, 1, true},
+                                           PiecesCase{3, 1, true}));
 
 /// `.grad` of a parameter says that there is a gradient, and has no numbers.
-TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
+TEST(ParameterPieces, GradientsOfParametersHaveNoNumbers) {
   comm::run_ranks(1, [&](const comm::CommunicatorPtr& group) {
-    const auto parameters = make_sliced();
-    const auto slices = make_slices(parameters, group);
-    const auto& piece = slices->pieces()[0];
+    const auto parameters = make_divided();
+    const auto pieces = make_pieces(parameters, group);
+    const auto& piece = pieces->own()[0];
     const auto gradient = at::ones({150});
-    EXPECT_FALSE(slices->has_gradient(0));
-    slices->add_gradient(0, gradient);
-    EXPECT_TRUE(slices->has_gradient(0));
+    EXPECT_FALSE(pieces->has_gradient(0));
+    pieces->add_gradient(0, gradient);
+    EXPECT_TRUE(pieces->has_gradient(0));
     EXPECT_EQ(parameters[0].grad().sizes(), parameters[0].sizes());
     EXPECT_THROW(parameters[0].grad().sum().item(), c10::Error);
 
     // Dropped by whatever means: the next one is the first.
     parameters[0].mutable_grad().reset();
-    EXPECT_FALSE(slices->has_gradient(0));
+    EXPECT_FALSE(pieces->has_gradient(0));
     EXPECT_FALSE(piece.grad().defined());
-    slices->add_gradient(0, gradient);
+    pieces->add_gradient(0, gradient);
     parameters[0].mutable_grad().reset();
-    slices->add_gradient(0, gradient);
+    pieces->add_gradient(0, gradient);
     EXPECT_TRUE(at::equal(piece.grad(), at::ones({150})));
 
     // Changes of numbers that are not there are errors.
@@ -267,7 +267,7 @@ TEST(ParameterSlices, GradientsOfParametersHaveNoNumbers) {
               std::string::npos);
     const std::string text = "the program has changed .grad of parameter \"a\", which holds no";
     parameters[0].mutable_grad() = at::ones({5, 30});
-    EXPECT_NE(smp::testing::error_of<Error>([&] { slices->add_gradient(0, gradient); }).find(text),
+    EXPECT_NE(smp::testing::error_of<Error>([&] { pieces->add_gradient(0, gradient); }).find(text),
               std::string::npos);
   });
 }

@@ -27,12 +27,12 @@ namespace smp::dp {
 ///
 /// Belongs to one thread. All ranks of the group must have the same parameters in the same order;
 /// those of a rank are on one device. Parameters keep their identity; their memory may change.
-class ParameterSlices {
+class ParameterPieces {
  public:
-  virtual ~ParameterSlices() = default;
+  virtual ~ParameterPieces() = default;
 
   /// `names` are for errors and checkpoints; `bucket_bytes` is the size of a bucket in bytes.
-  ParameterSlices(std::vector<at::Tensor> parameters, std::vector<std::string> names,
+  ParameterPieces(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                   comm::CommunicatorPtr group, int64_t bucket_bytes);
 
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
@@ -41,7 +41,7 @@ class ParameterSlices {
   const BucketLayout& layout() const { return layout_; }
 
   /// This replica's pieces, by parameter; undefined where it owns nothing, which are most.
-  const std::vector<at::Tensor>& pieces() const { return pieces_; }
+  const std::vector<at::Tensor>& own() const { return own_; }
   /// How the replicas divide a parameter, in the order of its memory (where it is not dense: of its
   /// indices).
   comm::Range range(size_t index) const;
@@ -70,7 +70,7 @@ class ParameterSlices {
 
  protected:
   /// Without parameters at first.
-  explicit ParameterSlices(comm::CommunicatorPtr group) : group_(std::move(group)) {}
+  explicit ParameterPieces(comm::CommunicatorPtr group) : group_(std::move(group)) {}
   /// Adds a parameter with a bucket of its own, and `piece` as this replica's piece of it, on any
   /// memory. Returns its index.
   size_t add(const at::Tensor& parameter, const std::string& name, const at::Tensor& piece);
@@ -82,7 +82,7 @@ class ParameterSlices {
   std::vector<std::string> names_;
   comm::CommunicatorPtr group_;
   BucketLayout layout_;
-  std::vector<at::Tensor> pieces_;
+  std::vector<at::Tensor> own_;
   std::vector<at::Tensor> markers_;  // `.grad` of parameters that have a gradient
 };
 
