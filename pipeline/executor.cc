@@ -70,7 +70,7 @@ Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edg
       device_(graph.device()) {
   const int credit = least_credit(schedule_, ahead);
   verify(schedule_, stage_edges_, VerifyOptions().credit(credit));
-  take_lanes(graph, credit);
+  take_ports(graph, credit);
 }
 
 /// After an error a message may still be on its way, from memory that goes now.
@@ -89,7 +89,7 @@ void Executor::add_stage(std::unique_ptr<Stage> stage) {
   stages_[index] = std::move(stage);
 }
 
-void Executor::take_lanes(const graph::Graph& graph, int credit) {
+void Executor::take_ports(const graph::Graph& graph, int credit) {
   const int me = rank();
   std::vector<comm::ChannelSpec> outgoing, incoming;
   std::vector<Channel*> senders, receivers;

@@ -152,7 +152,7 @@ class Executor {
   void begin_step(const Step& step);
   void execute(const Instruction& instruction, const Step& step, StepResults& results);
   int rank() const { return pool_->group()->rank(); }
-  void take_lanes(const graph::Graph& graph, int credit);
+  void take_ports(const graph::Graph& graph, int credit);
   void resolve();
   Instruction resolve(const Action& action);
   void find_shards();
