@@ -2,8 +2,10 @@
 #include "graph/coalesce.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <utility>
 
@@ -13,6 +15,22 @@
 
 namespace smp::graph {
 namespace {
+
+/// Whether tensors of the same sizes lie alike in their memory.
+bool lie_alike(const TensorMeta& a, const TensorMeta& b) {
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    if (a.sizes[d] > 1 && a.strides[d] != b.strides[d]) return false;
+  }
+  return true;
+}
+
+/// The layout of a copy: dense, with the same order of dimensions.
+TensorMeta copied(TensorMeta meta) {
+  const auto options = at::TensorOptions(meta.dtype).device(at::kMeta);
+  const auto strides = at::empty_strided(meta.sizes, meta.strides, options).clone().strides();
+  meta.strides.assign(strides.begin(), strides.end());
+  return meta;
+}
 
 class Coalescer {
  public:
@@ -128,8 +146,9 @@ class Coalescer {
       for (size_t v = 0; v < op.arguments[a].values.size(); ++v) {
         const ValueId value = original.arguments[a].values[v];
         if (value == kUndefined) continue;
-        sets[source.values[value].alias_set] =
-            result_.graph.values[op.arguments[a].values[v]].alias_set;
+        // Copies of two values on one memory have one each: a view is one of the first argument.
+        sets.try_emplace(source.values[value].alias_set,
+                         result_.graph.values[op.arguments[a].values[v]].alias_set);
       }
     }
     return sets;
@@ -147,32 +166,55 @@ class Coalescer {
     return parts[part];
   }
 
+  /// Cuts a value into microbatches that lie as each does on its own, since operators may refuse
+  /// the gaps that a cut leaves (`view`), and round differently with them. Where that takes copies
+  /// they are as good as the parts: a tensor that is written is one for each microbatch, unless all
+  /// of its operators run once, and then it is cut when they have.
   std::vector<ValueId> split(ValueId value, const Operator* reader) {
-    static const auto handle =
-        c10::Dispatcher::singleton().findSchemaOrThrow("aten::split", "Tensor");
-    const int axis = axes_.axis[value];
-    const int64_t size = one_.values[value].meta.sizes[axis];
+    const auto axis = static_cast<int64_t>(axes_.axis[value]);
+    const TensorMeta& own = one_.values[value].meta;
     const ValueId whole = values()[value].at(0);
-    Operator op(handle);
-    op.arguments.resize(3);
-    op.arguments[0].kind = Argument::Kind::kTensor;
-    op.arguments[0].values = {whole};
-    op.arguments[1].constant = size;
-    op.arguments[2].constant = static_cast<int64_t>(axis);
-    op.mode = mode_before(one_, value, reader);
-    if (reader != nullptr) op.scope = reader->scope;
-    op.first_result = static_cast<ValueId>(graph().values.size());
     TensorMeta meta = graph().values[whole].meta;
-    meta.sizes[axis] = size;
+    meta.sizes[axis] = own.sizes[axis];
+    Operator cut = operator_on(whole, "aten::split", "Tensor", {own.sizes[axis], axis});
+    cut.list_lengths = {result_.map.factor};
+    cut.mode = mode_before(one_, value, reader);
+    if (reader != nullptr) cut.scope = reader->scope;
+    Operator copy = operator_on(whole, "aten::clone", "", {c10::IValue()});
+    copy.list_lengths = {-1};
+    copy.mode = cut.mode;
+    copy.scope = cut.scope;
+    auto parts = add_results(std::move(cut), meta, graph().values[whole].alias_set);
+    if (lie_alike(meta, own)) return parts;
+    meta = copied(meta);
+    for (ValueId& part : parts) {
+      copy.arguments[0].values = {part};
+      part = add_results(copy, meta, graph().alias_sets++).front();
+    }
+    return parts;
+  }
+
+  static Operator operator_on(ValueId value, const char* name, const char* overload,
+                              const std::vector<c10::IValue>& constants) {
+    Operator op(c10::Dispatcher::singleton().findSchemaOrThrow(name, overload));
+    op.arguments.resize(1);
+    op.arguments[0].kind = Argument::Kind::kTensor;
+    op.arguments[0].values = {value};
+    for (const c10::IValue& constant : constants) op.arguments.emplace_back().constant = constant;
+    return op;
+  }
+
+  /// Adds an operator that stands for none of the original: one tensor, or a list of such.
+  std::vector<ValueId> add_results(Operator op, const TensorMeta& meta, int alias_set) {
     const auto position = static_cast<int>(graph().operators.size());
-    for (int part = 0; part < result_.map.factor; ++part) {
-      op.results.push_back(add_value(Value(), meta, position, graph().values[whole].alias_set));
+    op.first_result = static_cast<ValueId>(graph().values.size());
+    for (int result = 0; result < std::abs(op.list_lengths[0]); ++result) {
+      op.results.push_back(add_value(Value(), meta, position, alias_set));
       op.result_is_argument.push_back(-1);
     }
-    op.list_lengths = {result_.map.factor};
-    const std::vector<ValueId> parts(op.results.begin(), op.results.end());
     graph().operators.push_back(std::move(op));
-    return parts;
+    const auto& results = graph().operators.back().results;
+    return {results.begin(), results.end()};
   }
 
   void add_ends() {

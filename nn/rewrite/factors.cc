@@ -29,24 +29,14 @@ std::set<std::set<int>> linear_in(const Call& call) {
       {"lerp", {{0, 1}}},       {"mul", {{0}, {1}}},    {"rsub", {{0, 1}}},
       {"multiply", {{0}, {1}}}, {"subtract", {{0, 1}}}, {"sub", {{0, 1}}},
       {"true_divide", {{0}}}};
-  const std::string name = call.base_name().substr(std::string("aten::").size());
-  if (!call.constant("rounding_mode").isNone()) return {};
+  const std::string library = "aten::";
+  const bool is_known = call.base_name().rfind(library, 0) == 0;
+  if (!is_known || !call.constant("rounding_mode").isNone()) return {};
+  const std::string name = call.base_name().substr(library.size());
   if (name == "where" && call.tensors().size() == 3) return {{1, 2}};
   const auto& table = call.tensors().size() == 1 ? of_one : of_more;
   const auto found = table.find(name);
   return found == table.end() ? std::set<std::set<int>>() : found->second;
-}
-
-Found elementwise_factors(const Call& call) {
-  Factors factors;
-  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
-    factors.arguments.push_back(broadcast_dims(call, i, call.result_meta().sizes));
-  }
-  for (size_t r = 0; r < call.results().size(); ++r) {
-    factors.results.push_back(numbered(result_dims(call)));
-  }
-  factors.linear = linear_in(call);
-  return factors;
 }
 
 /// A change of type. A second tensor only lends its own.
@@ -92,6 +82,17 @@ Found dropout_factors(const Call& call) {
   Found factors = elementwise_factors(call);
   factors->linear = {{0}};
   return factors;
+}
+
+/// libtorch computes the gradients of two bounds in place, in the shape of two of the three
+/// tensors, which has to be that of the samples whichever two they are.
+Found clamped_factors(const Call& call) {
+  const bool sends = call.tensors().size() == 3 && (call.has_gradient(1) || call.has_gradient(2));
+  if (call.of_microbatches() && sends) {
+    const int batched = call.divided(0) + call.divided(1) + call.divided(2);
+    if (batched < 2) return std::nullopt;
+  }
+  return elementwise_factors(call);
 }
 
 /// Each element is drawn for itself.
@@ -329,6 +330,7 @@ Found gathered_linear_factors(const Call& call) {
 std::vector<NamedFactors> all_factors() {
   std::vector<NamedFactors> all = {
       {elementwise_factors, elementwise_operators()},
+      {clamped_factors, {"clamp.Tensor", "clip.Tensor"}},
       {along_dim, operators_along_dim()},
       {elementwise_factors,
        {"expand_as", "max.other", "min.other", "smp::tp_copy", "smp::tp_reduce"}},
@@ -396,6 +398,18 @@ std::optional<Factors> factors_of(const Call& call) {
     if (found != table.end()) return found->second(call);
   }
   return std::nullopt;
+}
+
+std::optional<Factors> elementwise_factors(const Call& call) {
+  Factors factors;
+  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
+    factors.arguments.push_back(broadcast_dims(call, i, call.result_meta().sizes));
+  }
+  for (size_t r = 0; r < call.results().size(); ++r) {
+    factors.results.push_back(numbered(result_dims(call)));
+  }
+  factors.linear = linear_in(call);
+  return factors;
 }
 
 Dims numbered(int count, int first) {

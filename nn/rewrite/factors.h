@@ -52,6 +52,8 @@ int result_dims(const Call& call, int index = 0);
 /// The factors of an argument that is broadcast to `sizes`, of which dimension d is factor d. One
 /// element that all of a dimension share belongs to no rank.
 Factors::Dims broadcast_dims(const Call& call, int position, c10::IntArrayRef sizes);
+/// The factors of an operator each element of whose results follows from one of each argument.
+std::optional<Factors> elementwise_factors(const Call& call);
 /// The dimensions of the first tensor that a constant names; all, if it names none.
 std::set<int> dims_named(const Call& call, const char* argument);
 /// The factors of an operator that works along dimensions of its first tensor, which may not be in

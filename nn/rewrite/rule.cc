@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "nn/rewrite/builtin_rules.h"
@@ -54,10 +55,28 @@ bool writes_another(const std::string& overload) {
           overload.compare(overload.size() - end.size(), end.size(), end) == 0);
 }
 
-/// A sum of parts stays one if no other operator needs the sum.
-bool keeps_terms(const Call& call, const Factors& factors) {
-  return call.layout(0).is_partial() && call.users(0).size() == 1 && !call.in_place() &&
-         factors.linear.count({0}) > 0;
+/// Sums of parts stay such if no other operator needs the sums.
+std::optional<Treatment> keep_terms(const Call& call, const Factors& factors) {
+  std::set<int> all;
+  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
+    if (!call.layout(i).is_partial() || call.users(i).size() != 1) return std::nullopt;
+    all.insert(i);
+  }
+  if (call.in_place() || factors.linear.count(all) == 0) return std::nullopt;
+  Treatment treatment = call.all_whole();
+  std::fill(treatment.arguments.begin(), treatment.arguments.end(), Layout::partial());
+  std::fill(treatment.results.begin(), treatment.results.end(), Layout::partial());
+  return treatment;
+}
+
+/// How a tensor whose dimensions are these factors lies, divided along one in blocks of so many
+/// elements; nothing if that is not possible.
+std::optional<Layout> along_factor(int factor, int64_t block, c10::IntArrayRef sizes,
+                                   const Factors::Dims& dims) {
+  const auto at = std::find(dims.begin(), dims.end(), factor) - dims.begin();
+  const bool has = at < static_cast<int64_t>(std::min(dims.size(), sizes.size()));
+  if (!has || sizes[at] == 0 || sizes[at] % block != 0) return std::nullopt;
+  return Layout::divided(static_cast<int>(at), sizes[at] / block);
 }
 
 }  // namespace
@@ -86,38 +105,53 @@ std::vector<std::string> names_of(const graph::Operator& op) {
   return {name + "." + overload, name};
 }
 
-std::optional<Treatment> follow(const Call& call) {
-  const std::optional<Factors> factors = factors_of(call);
-  return factors ? follow_factors(call, *factors) : std::nullopt;
+void ask(const Call& call, int position, const Layout& layout, Treatment& treatment) {
+  treatment.arguments[position] = layout;
+  const bool cheap = call.layout(position) == layout || call.may_become(position, layout) ||
+                     call.is_free_of_gradient(position);
+  if (!cheap) treatment.wishes.push_back({position, layout});
 }
 
-std::optional<Treatment> follow_factors(const Call& call, const Factors& factors) {
-  const Layout& first = call.layout(0);
-  Treatment treatment = call.all_shared();
-  treatment.arguments[0] = first;
-  if (!first.is_divided()) {
-    if (!keeps_terms(call, factors)) return std::nullopt;
-    std::fill(treatment.results.begin(), treatment.results.end(), first);
-    return treatment;
-  }
-  const int factor = factors.arguments[0][first.dim];
-  const int64_t block = block_of(call.meta(0).sizes, first);
+Treatment refused(const Call& call, const Treatment& treatment) {
+  Treatment whole = call.all_whole();
+  whole.wishes = treatment.wishes;
+  return whole;
+}
+
+std::optional<Treatment> ask_along(const Call& call, const Factors& factors, int leading) {
+  const Layout& first = call.layout(leading);
+  const int factor = factors.arguments[leading][first.dim];
   if (factor == kAlong) return std::nullopt;
-  const auto place = [&](c10::IntArrayRef sizes, const Factors::Dims& dims, Layout& layout) {
-    const auto at = std::find(dims.begin(), dims.end(), factor) - dims.begin();
-    const bool has = at < static_cast<int64_t>(std::min(dims.size(), sizes.size()));
-    const bool fits = has && sizes[at] > 0 && sizes[at] % block == 0;
-    if (!fits) return false;
-    layout = first.along(static_cast<int>(at));
-    layout.blocks = sizes[at] / block;
-    return true;
-  };
-  for (int i = 1; i < static_cast<int>(call.tensors().size()); ++i) {
-    place(call.meta(i).sizes, factors.arguments[i], treatment.arguments[i]);
+  const int64_t block = block_of(call.meta(leading).sizes, first);
+  Treatment treatment = call.all_shared();
+  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
+    const auto wanted = along_factor(factor, block, call.meta(i).sizes, factors.arguments[i]);
+    if (factors.ignored.count(i) > 0) {
+      treatment.arguments[i] = call.layout(i);
+    } else if (wanted) {
+      ask(call, i, *wanted, treatment);
+    }
   }
-  for (size_t r = 0; r < call.results().size(); ++r) {
-    const auto& sizes = call.result_meta(static_cast<int>(r)).sizes;
-    if (!place(sizes, factors.results[r], treatment.results[r])) return std::nullopt;
+  return treatment;
+}
+
+std::optional<Treatment> follow(const Call& call) { return follow_from(call, 0); }
+
+std::optional<Treatment> follow_from(const Call& call, int leading) {
+  const std::optional<Factors> factors = factors_of(call);
+  return factors ? follow_factors(call, *factors, leading) : std::nullopt;
+}
+
+std::optional<Treatment> follow_factors(const Call& call, const Factors& factors, int leading) {
+  if (leading < 0 || !call.divided(leading)) return keep_terms(call, factors);
+  std::optional<Treatment> treatment = ask_along(call, factors, leading);
+  const Layout& first = call.layout(leading);
+  const int64_t block = block_of(call.meta(leading).sizes, first);
+  for (size_t r = 0; treatment && r < call.results().size(); ++r) {
+    const auto made = along_factor(factors.arguments[leading][first.dim], block,
+                                   call.result_meta(static_cast<int>(r)).sizes, factors.results[r]);
+    if (!made) return std::nullopt;
+    treatment->results[r] = *made;
   }
   return treatment;
 }

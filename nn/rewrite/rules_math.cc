@@ -11,37 +11,8 @@ namespace {
 
 using Result = std::optional<Treatment>;
 
-bool is_sum(const Call& call) {
-  return call.base_name() == "aten::add" || call.base_name() == "aten::sub";
-}
-
-/// Sums of parts go through linear operators, if no other operator needs the sums.
-Result linear_on_partial(const Call& call) {
-  const std::string& name = call.base_name();
-  const auto partial = [&](int i) {
-    return call.layout(i).is_partial() && call.users(i).size() == 1;
-  };
-  const bool pair = is_sum(call) && call.tensors().size() == 2 && partial(0) && partial(1);
-  const bool scaled = (name == "aten::mul" || name == "aten::div") && call.tensors().size() == 1 &&
-                      call.argument("rounding_mode") < 0;
-  const bool same = name == "aten::neg" || name == "aten::clone" || name == "aten::contiguous";
-  if (call.in_place() || !(pair || ((scaled || same) && partial(0)))) return std::nullopt;
-  Treatment treatment = call.all_whole();
-  std::fill(treatment.arguments.begin(), treatment.arguments.end(), Layout::partial());
-  treatment.results[0] = Layout::partial();
-  return treatment;
-}
-
-/// A change of type: the result is divided like the first tensor. A second only lends its type.
-Result conversion(const Call& call) {
-  if (!call.divided(0)) return std::nullopt;
-  Treatment treatment = call.all_whole();
-  for (size_t i = 0; i < call.tensors().size(); ++i) {
-    treatment.arguments[i] = call.layout(static_cast<int>(i));
-  }
-  treatment.results[0] = call.layout(0);
-  return treatment;
-}
+/// A change of type. Sums of parts are taken in the type that they were made in.
+Result conversion(const Call& call) { return call.divided(0) ? follow(call) : std::nullopt; }
 
 /// A mean over a divided dimension: the mean of each part is one of `ranks` terms.
 std::vector<graph::ValueId> emit_mean(Emitter& emitter, const Call& call, const Treatment&) {
@@ -73,8 +44,8 @@ Result group_norm(const Call& call) {
   return treatment;
 }
 
-/// The divided argument that the others follow: one that is divided like a stream, if it may; -1:
-/// none.
+}  // namespace
+
 int leading(const Call& call) {
   const int first = call.first_divided();
   if (call.in_place() && first == 0) return first;
@@ -84,43 +55,25 @@ int leading(const Call& call) {
   return first;
 }
 
-}  // namespace
-
 std::optional<Treatment> elementwise(const Call& call) {
-  const int first = leading(call);
-  if (first < 0) return linear_on_partial(call);
   if (call.results().empty()) return std::nullopt;
-  const auto& result = call.result_meta().sizes;
-  const int place = call.layout(first).dim - call.dim(first);  // from the end
-  const int result_dim = place + static_cast<int>(result.size());
-  if (result_dim < 0 || result[result_dim] != call.meta(first).sizes[call.layout(first).dim]) {
-    return std::nullopt;
-  }
-  Treatment treatment = call.all_shared();
-  treatment.cuts_parameters = call.in_stream(first);
-  Treatment refused = call.all_whole();
-  bool costs = false;
+  const int first = leading(call);
+  Result treatment = follow_factors(call, *elementwise_factors(call), first);
+  if (first < 0 || !treatment) return treatment;
   for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
-    const int dim = place + call.dim(i);
-    if (dim < 0 || call.meta(i).sizes[dim] == 1) {
-      if (call.divided(i)) return std::nullopt;
-      continue;
-    }
-    const Layout wanted = call.layout(first).along(dim);
-    treatment.arguments[i] = wanted;
-    if (call.layout(i) == wanted || call.may_become(i, wanted) || call.is_free_of_gradient(i)) {
-      continue;
-    }
-    treatment.wishes.push_back({i, wanted});
-    refused.wishes.push_back({i, wanted});
-    costs |= call.dim(i) == static_cast<int>(result.size());
+    if (call.divided(i) && !treatment->arguments[i].is_divided()) return std::nullopt;
   }
-  if (call.in_place() && !call.divided(0))
-    return call.in_stream(first) ? Result(refused) : Result();
+  treatment->cuts_parameters = call.in_stream(first);
+  if (call.in_place() && !call.divided(0)) {
+    return call.in_stream(first) ? Result(refused(call, *treatment)) : Result();
+  }
+  const auto& wishes = treatment->wishes;
+  const bool costs = std::any_of(wishes.begin(), wishes.end(), [&](const Treatment::Wish& wish) {
+    return call.dim(wish.position) == result_dims(call);
+  });
   // A residual stream that is whole stays so: terms added to it are joined.
-  if (costs && is_sum(call) && !call.in_stream(first)) return refused;
-  for (Layout& layout : treatment.results) layout = call.layout(first).along(result_dim);
-  return treatment;
+  const bool is_sum = call.base_name() == "aten::add" || call.base_name() == "aten::sub";
+  return costs && is_sum && !call.in_stream(first) ? refused(call, *treatment) : treatment;
 }
 
 std::optional<Treatment> along_last(const Call& call, int count) {

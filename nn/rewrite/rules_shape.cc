@@ -118,50 +118,17 @@ Result splits(const Call& call) {
   return treatment;
 }
 
-/// Joins along a dimension that is not divided, or blocks of one size along the divided one.
+/// Joins and stacks parts, and along the divided dimension blocks of one size. In a stream only,
+/// whatever is whole is cut for that.
 Result joins(const Call& call) {
-  const int first = call.first_divided();
-  if (first < 0) return std::nullopt;
-  const Layout& layout = call.layout(first);
-  const int dim = *call.dimension("dim");
-  Treatment treatment = call.all_shared();
-  int64_t blocks = 0;
-  const int64_t block = call.meta(first).sizes[layout.dim] / layout.blocks;
-  Treatment refused = call.all_whole();
-  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
-    if (!call.divided(i) && !call.is_free_of_gradient(i)) refused.wishes.push_back({i, layout});
-    if (call.dim(i) != call.dim(first)) return std::nullopt;
-    Layout own = call.divided(i) ? call.layout(i) : layout;
-    const int64_t size = call.meta(i).sizes[layout.dim];
-    if (dim == layout.dim && !call.divided(i)) own.blocks = size / block;
-    if (own.dim != layout.dim || size % block != 0 || own.blocks != size / block ||
-        !can_divide(call.meta(i).sizes, own.dim, own.blocks, call.ranks())) {
-      return refused;
-    }
-    treatment.arguments[i] = own;
-    blocks += own.blocks;
-  }
-  if (!refused.wishes.empty() && !call.in_stream(first)) return refused;
-  treatment.wishes = refused.wishes;
-  treatment.results[0] = dim == layout.dim ? Layout::divided(dim, blocks) : layout;
-  return treatment;
-}
-
-Result stacks(const Call& call) {
-  const int first = call.first_divided();
-  if (first < 0) return std::nullopt;
-  const Layout& layout = call.layout(first);
-  int64_t dim = (*call.integers("dim"))[0];
-  if (dim < 0) dim += call.dim(first) + 1;
-  Treatment treatment = call.all_whole();
-  for (int i = 0; i < static_cast<int>(call.tensors().size()); ++i) {
-    if (call.layout(i) == layout || call.is_free_of_gradient(i)) continue;
-    treatment.wishes.push_back({i, layout});
-  }
-  if (!treatment.wishes.empty() && !call.in_stream(first)) return treatment;
-  std::fill(treatment.arguments.begin(), treatment.arguments.end(), layout);
-  treatment.results[0] = layout.along(layout.dim + (dim <= layout.dim ? 1 : 0));
-  return treatment;
+  const int first = leading(call);
+  const Result treatment = first < 0 ? std::nullopt : follow_from(call, first);
+  if (!treatment) return std::nullopt;
+  const auto& asked = treatment->arguments;
+  const bool all = std::all_of(asked.begin(), asked.end(),
+                               [](const Layout& layout) { return layout.is_divided(); });
+  const bool costs = !treatment->wishes.empty() && !call.in_stream(first);
+  return all && !costs ? treatment : refused(call, *treatment);
 }
 
 }  // namespace
@@ -183,8 +150,7 @@ RuleTable shape_rules() {
   add_rules(rules, {"expand"}, expands);
   add_rules(rules, {"repeat"}, repeats);
   add_rules(rules, {"slice.Tensor", "narrow."}, slices);
-  add_rules(rules, {"cat", "concat"}, joins);
-  add_rules(rules, {"stack"}, stacks);
+  add_rules(rules, {"cat", "concat", "stack"}, joins);
   return rules;
 }
 

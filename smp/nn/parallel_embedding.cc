@@ -30,23 +30,6 @@ std::optional<int64_t> checked_padding(const char* module, std::optional<int64_t
   return *padding_idx < 0 ? *padding_idx + num_embeddings : *padding_idx;
 }
 
-/// Draws as `torch::nn::Embedding` does.
-void draw_rows(const at::Tensor& weight, const ParameterSplit& split, double std,
-               std::optional<int64_t> padding_idx) {
-  draw_part(weight, split, tensor_group()->rank(), [&](const at::Tensor& whole) {
-    torch::nn::init::normal_(whole, 0, std);
-    if (padding_idx) whole.select(0, *padding_idx).fill_(0);
-  });
-}
-
-void print_sizes(std::ostream& stream, const char* module, int64_t num_embeddings,
-                 int64_t embedding_dim, std::optional<int64_t> padding_idx, int ranks) {
-  stream << "smp::nn::" << module << "(num_embeddings=" << num_embeddings
-         << ", embedding_dim=" << embedding_dim;
-  if (padding_idx) stream << ", padding_idx=" << *padding_idx;
-  stream << ", ranks=" << ranks << ")";
-}
-
 /// A user of the weight of a `DistributedEmbedding`.
 struct RowUser : torch::nn::Module {
   RowUser(const at::Tensor& weight_, const DistributedEmbeddingOptions& options_)
@@ -93,95 +76,10 @@ struct ShortenedRows final : RowUser {
   }
 };
 
-}  // namespace
-
-VocabParallelEmbeddingImpl::VocabParallelEmbeddingImpl(
-    const VocabParallelEmbeddingOptions& options_)
-    : options(options_) {
-  VocabParallelEmbeddingImpl::reset();
-}
-
-std::map<std::string, ParameterSplit> VocabParallelEmbeddingImpl::split_parameters() const {
-  return {{"weight", {{options.num_embeddings(), options.embedding_dim()}, 0, 1, ranks_}}};
-}
-
-void VocabParallelEmbeddingImpl::reset() {
-  ranks_ = tensor_group()->size();
-  check_divides("VocabParallelEmbedding", "num_embeddings", options.num_embeddings(), ranks_);
-  options.padding_idx(
-      checked_padding("VocabParallelEmbedding", options.padding_idx(), options.num_embeddings()));
-  weight = register_parameter(
-      "weight", at::empty({options.num_embeddings() / ranks_, options.embedding_dim()}));
-  reset_parameters();
-}
-
-void VocabParallelEmbeddingImpl::reset_parameters() {
-  draw_rows(weight, split_parameters().at("weight"), options.init_std(), options.padding_idx());
-}
-
-void VocabParallelEmbeddingImpl::pretty_print(std::ostream& stream) const {
-  print_sizes(stream, "VocabParallelEmbedding", options.num_embeddings(), options.embedding_dim(),
-              options.padding_idx(), ranks_);
-}
-
-at::Tensor VocabParallelEmbeddingImpl::forward(const at::Tensor& indices) {
-  return reduce_from_group(divided_embedding(weight, indices, options.num_embeddings(),
-                                             options.padding_idx().value_or(-1),
-                                             options.scale_grad_by_freq()));
-}
-
-DistributedEmbeddingImpl::DistributedEmbeddingImpl(const DistributedEmbeddingOptions& options_)
-    : options(options_) {
-  DistributedEmbeddingImpl::reset();
-}
-
-std::map<std::string, ParameterSplit> DistributedEmbeddingImpl::split_parameters() const {
-  return {{"weight", {{options.num_embeddings(), options.embedding_dim()}, 1, 1, ranks_}}};
-}
-
-void DistributedEmbeddingImpl::reset() {
-  ranks_ = tensor_group()->size();
-  check_divides("DistributedEmbedding", "embedding_dim", options.embedding_dim(), ranks_);
-  const double norm_type = options.norm_type();
-  SMP_CHECK_WITH(UsageError, !options.max_norm() || (std::isfinite(norm_type) && norm_type > 0),
-                 "DistributedEmbedding: norm_type must be finite and above 0, got ", norm_type);
-  options.padding_idx(
-      checked_padding("DistributedEmbedding", options.padding_idx(), options.num_embeddings()));
-  weight = register_parameter(
-      "weight", at::empty({options.num_embeddings(), options.embedding_dim() / ranks_}));
-  reset_parameters();
-}
-
-void DistributedEmbeddingImpl::reset_parameters() {
-  const ParameterSplit split = split_parameters().at("weight");
-  const at::Tensor& given = options._weight();
-  if (!given.defined()) {
-    draw_rows(weight, split, options.initializer_range(), options.padding_idx());
-    return;
-  }
-  SMP_CHECK_WITH(UsageError, given.sizes() == at::IntArrayRef(split.sizes),
-                 "DistributedEmbedding: the weight given has sizes ", given.sizes(),
-                 ". Give the whole one, ", at::IntArrayRef(split.sizes));
-  draw_part(weight, split, tensor_group()->rank(),
-            [&](const at::Tensor& whole) { whole.copy_(given); });
-}
-
-void DistributedEmbeddingImpl::pretty_print(std::ostream& stream) const {
-  print_sizes(stream, "DistributedEmbedding", options.num_embeddings(), options.embedding_dim(),
-              options.padding_idx(), ranks_);
-}
-
-at::Tensor DistributedEmbeddingImpl::forward(const at::Tensor& indices) {
-  const at::Tensor rows = options.max_norm()
-                              ? shortened(indices)
-                              : at::embedding(weight, indices, options.padding_idx().value_or(-1),
-                                              options.scale_grad_by_freq());
-  return gather_from_group(rows, -1);
-}
-
 /// The rows, after those that are too long were scaled. Only a leaf may write a parameter, and none
 /// communicates: so one computes this rank's part of the norms, and another uses the sums.
-at::Tensor DistributedEmbeddingImpl::shortened(const at::Tensor& indices) {
+at::Tensor shortened(const DistributedEmbeddingOptions& options, const at::Tensor& weight,
+                     const at::Tensor& indices) {
   at::Tensor powers;
   if (group_size() > 1) {
     powers = reduce_from_group(leaf(std::make_shared<RowPowers>(weight, options))(indices));
@@ -189,5 +87,111 @@ at::Tensor DistributedEmbeddingImpl::shortened(const at::Tensor& indices) {
   const auto rows = std::make_shared<ShortenedRows>(weight, options);
   return leaf(rows, LeafWrites::kParametersByBatch)(indices, powers);
 }
+
+/// Draws as `torch::nn::Embedding` does.
+void draw_rows(const at::Tensor& whole, double std, std::optional<int64_t> padding_idx) {
+  torch::nn::init::normal_(whole, 0, std);
+  if (padding_idx) whole.select(0, *padding_idx).fill_(0);
+}
+
+/// Its own name without "Impl" and the namespace, in errors and prints.
+template <class Module>
+constexpr const char* kEmbeddingName = "";
+template <>
+constexpr const char* kEmbeddingName<VocabParallelEmbeddingImpl> = "VocabParallelEmbedding";
+template <>
+constexpr const char* kEmbeddingName<DistributedEmbeddingImpl> = "DistributedEmbedding";
+
+ParameterSplit table_split(const VocabParallelEmbeddingOptions& options, int ranks) {
+  return {{options.num_embeddings(), options.embedding_dim()}, 0, 1, ranks};
+}
+
+void check_own(const VocabParallelEmbeddingOptions&) {}
+
+void draw_table(const VocabParallelEmbeddingOptions& options, const at::Tensor& whole) {
+  draw_rows(whole, options.init_std(), options.padding_idx());
+}
+
+at::Tensor rows_of(const VocabParallelEmbeddingOptions& options, const at::Tensor& weight,
+                   const at::Tensor& indices) {
+  return reduce_from_group(divided_embedding(weight, indices, options.num_embeddings(),
+                                             options.padding_idx().value_or(-1),
+                                             options.scale_grad_by_freq()));
+}
+
+ParameterSplit table_split(const DistributedEmbeddingOptions& options, int ranks) {
+  return {{options.num_embeddings(), options.embedding_dim()}, 1, 1, ranks};
+}
+
+void check_own(const DistributedEmbeddingOptions& options) {
+  const double norm_type = options.norm_type();
+  SMP_CHECK_WITH(UsageError, !options.max_norm() || (std::isfinite(norm_type) && norm_type > 0),
+                 "DistributedEmbedding: norm_type must be finite and above 0, got ", norm_type);
+}
+
+void draw_table(const DistributedEmbeddingOptions& options, const at::Tensor& whole) {
+  const at::Tensor& given = options._weight();
+  if (!given.defined()) return draw_rows(whole, options.initializer_range(), options.padding_idx());
+  SMP_CHECK_WITH(UsageError, given.sizes() == whole.sizes(),
+                 "DistributedEmbedding: the weight given has sizes ", given.sizes(),
+                 ". Give the whole one, ", whole.sizes());
+  whole.copy_(given);
+}
+
+at::Tensor rows_of(const DistributedEmbeddingOptions& options, const at::Tensor& weight,
+                   const at::Tensor& indices) {
+  const at::Tensor rows = options.max_norm()
+                              ? shortened(options, weight, indices)
+                              : at::embedding(weight, indices, options.padding_idx().value_or(-1),
+                                              options.scale_grad_by_freq());
+  return gather_from_group(rows, -1);
+}
+
+}  // namespace
+
+template <class Derived, class Options>
+DividedEmbedding<Derived, Options>::DividedEmbedding(const Options& options_) : options(options_) {
+  DividedEmbedding::reset();
+}
+
+template <class Derived, class Options>
+std::map<std::string, ParameterSplit> DividedEmbedding<Derived, Options>::split_parameters() const {
+  return {{"weight", table_split(options, ranks_)}};
+}
+
+template <class Derived, class Options>
+void DividedEmbedding<Derived, Options>::reset() {
+  constexpr const char* name = kEmbeddingName<Derived>;
+  ranks_ = tensor_group()->size();
+  const ParameterSplit split = table_split(options, ranks_);
+  check_divides(name, split.dim == 0 ? "num_embeddings" : "embedding_dim", split.sizes[split.dim],
+                ranks_);
+  check_own(options);
+  options.padding_idx(checked_padding(name, options.padding_idx(), options.num_embeddings()));
+  weight = this->register_parameter("weight", at::empty(split.local_sizes()));
+  reset_parameters();
+}
+
+template <class Derived, class Options>
+void DividedEmbedding<Derived, Options>::reset_parameters() {
+  draw_part(weight, table_split(options, ranks_), tensor_group()->rank(),
+            [&](const at::Tensor& whole) { draw_table(options, whole); });
+}
+
+template <class Derived, class Options>
+void DividedEmbedding<Derived, Options>::pretty_print(std::ostream& stream) const {
+  stream << "smp::nn::" << kEmbeddingName<Derived> << "(num_embeddings=" << options.num_embeddings()
+         << ", embedding_dim=" << options.embedding_dim();
+  if (options.padding_idx()) stream << ", padding_idx=" << *options.padding_idx();
+  stream << ", ranks=" << ranks_ << ")";
+}
+
+template <class Derived, class Options>
+at::Tensor DividedEmbedding<Derived, Options>::forward(const at::Tensor& indices) {
+  return rows_of(options, weight, indices);
+}
+
+template class DividedEmbedding<VocabParallelEmbeddingImpl, VocabParallelEmbeddingOptions>;
+template class DividedEmbedding<DistributedEmbeddingImpl, DistributedEmbeddingOptions>;
 
 }  // namespace smp::nn

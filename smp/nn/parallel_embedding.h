@@ -32,32 +32,6 @@ struct VocabParallelEmbeddingOptions {
   TORCH_ARG(double, init_std) = 1;
 };
 
-/// An embedding whose vocabulary is divided among the ranks of the tensor-parallel group: rank r
-/// has rows of `weight` [num_embeddings / ranks, embedding_dim]. Input indices of the whole, any
-/// shape; output [..., embedding_dim] whole. A tied vocabulary head needs `weight`. It begins with
-/// the values that `torch::nn::Embedding` draws from the same generator. Throws `UsageError` if
-/// num_embeddings is no multiple of the ranks.
-class SMP_API VocabParallelEmbeddingImpl : public torch::nn::Cloneable<VocabParallelEmbeddingImpl>,
-                                           public SplitModule {
- public:
-  VocabParallelEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
-      : VocabParallelEmbeddingImpl(VocabParallelEmbeddingOptions(num_embeddings, embedding_dim)) {}
-  explicit VocabParallelEmbeddingImpl(const VocabParallelEmbeddingOptions& options);
-
-  void reset() override;
-  void reset_parameters();
-  void pretty_print(std::ostream& stream) const override;
-  at::Tensor forward(const at::Tensor& indices);
-  std::map<std::string, ParameterSplit> split_parameters() const override;
-
-  VocabParallelEmbeddingOptions options;
-  at::Tensor weight;
-
- private:
-  int ranks_ = 1;
-};
-TORCH_MODULE(VocabParallelEmbedding);
-
 /// Options of `DistributedEmbedding`. Sizes are those of the whole.
 struct DistributedEmbeddingOptions {
   DistributedEmbeddingOptions(int64_t num_embeddings, int64_t embedding_dim)
@@ -80,30 +54,53 @@ struct DistributedEmbeddingOptions {
   TORCH_ARG(at::Tensor, _weight);
 };
 
+/// The common part of the layers below: ranks of the tensor-parallel group divide `weight` along
+/// the dimension that `Options` is made for.
+template <class Derived, class Options>
+class SMP_API DividedEmbedding : public torch::nn::Cloneable<Derived>, public SplitModule {
+ public:
+  explicit DividedEmbedding(const Options& options);
+
+  /// Registers the weight anew, for the group of now, and draws it.
+  void reset() override;
+  /// Draws the values of the whole, as `torch::nn::Embedding` does, and keeps this rank's.
+  void reset_parameters();
+  void pretty_print(std::ostream& stream) const override;
+  /// Looks up whole indices. All ranks of the group call it together.
+  at::Tensor forward(const at::Tensor& indices);
+  std::map<std::string, ParameterSplit> split_parameters() const override;
+
+  Options options;
+  at::Tensor weight;
+
+ private:
+  int ranks_ = 1;
+};
+
+/// An embedding whose vocabulary is divided among the ranks of the tensor-parallel group: rank r
+/// has rows of `weight` [num_embeddings / ranks, embedding_dim]. Input indices of the whole, any
+/// shape; output [..., embedding_dim] whole. A tied vocabulary head needs `weight`. It begins with
+/// the values that `torch::nn::Embedding` draws from the same generator. Throws `UsageError` if
+/// num_embeddings is no multiple of the ranks.
+class SMP_API VocabParallelEmbeddingImpl
+    : public DividedEmbedding<VocabParallelEmbeddingImpl, VocabParallelEmbeddingOptions> {
+ public:
+  VocabParallelEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
+      : DividedEmbedding(VocabParallelEmbeddingOptions(num_embeddings, embedding_dim)) {}
+  using DividedEmbedding::DividedEmbedding;
+};
+TORCH_MODULE(VocabParallelEmbedding);
+
 /// Takes the place of a `torch::nn::Embedding`: the channels of each embedding are divided among
 /// the ranks of the tensor-parallel group, and the output is gathered. Rank r has columns of
 /// `weight` [num_embeddings, embedding_dim / ranks]. Throws `UsageError` if embedding_dim is no
 /// multiple of the ranks, and for another `norm_type`.
-class SMP_API DistributedEmbeddingImpl : public torch::nn::Cloneable<DistributedEmbeddingImpl>,
-                                         public SplitModule {
+class SMP_API DistributedEmbeddingImpl
+    : public DividedEmbedding<DistributedEmbeddingImpl, DistributedEmbeddingOptions> {
  public:
   DistributedEmbeddingImpl(int64_t num_embeddings, int64_t embedding_dim)
-      : DistributedEmbeddingImpl(DistributedEmbeddingOptions(num_embeddings, embedding_dim)) {}
-  explicit DistributedEmbeddingImpl(const DistributedEmbeddingOptions& options);
-
-  void reset() override;
-  void reset_parameters();
-  void pretty_print(std::ostream& stream) const override;
-  at::Tensor forward(const at::Tensor& indices);
-  std::map<std::string, ParameterSplit> split_parameters() const override;
-
-  DistributedEmbeddingOptions options;
-  at::Tensor weight;
-
- private:
-  at::Tensor shortened(const at::Tensor& indices);
-
-  int ranks_ = 1;
+      : DividedEmbedding(DistributedEmbeddingOptions(num_embeddings, embedding_dim)) {}
+  using DividedEmbedding::DividedEmbedding;
 };
 TORCH_MODULE(DistributedEmbedding);
 

@@ -37,39 +37,6 @@ struct ColumnParallelLinearOptions {
   TORCH_ARG(std::optional<double>, init_std) = std::nullopt;
 };
 
-/// A linear layer whose outputs are divided among the ranks of the tensor-parallel group: rank r
-/// has rows of `weight` [out_features / ranks, in_features] and of `bias`. Input [..., in_features]
-/// whole (or, with `sequence_parallel`, this rank's part of the sequence); output [...,
-/// out_features / ranks], or whole with `gather_output`. Parameters begin with the values that
-/// `torch::nn::Linear` draws from the same generator. Throws `UsageError` if out_features is no
-/// multiple of blocks x ranks.
-class SMP_API ColumnParallelLinearImpl : public torch::nn::Cloneable<ColumnParallelLinearImpl>,
-                                         public SplitModule {
- public:
-  ColumnParallelLinearImpl(int64_t in_features, int64_t out_features)
-      : ColumnParallelLinearImpl(ColumnParallelLinearOptions(in_features, out_features)) {}
-  explicit ColumnParallelLinearImpl(const ColumnParallelLinearOptions& options);
-
-  void reset() override;
-  void reset_parameters();
-  void pretty_print(std::ostream& stream) const override;
-  at::Tensor forward(const at::Tensor& input);
-  /// forward() with `sliced` in place of the option `sequence_parallel`.
-  at::Tensor run(const at::Tensor& input, bool sliced);
-  std::map<std::string, ParameterSplit> split_parameters() const override;
-
-  ColumnParallelLinearOptions options;
-  at::Tensor weight;
-  at::Tensor bias;  ///< undefined without
-
- private:
-  ParameterSplit weight_split() const;
-  ParameterSplit bias_split() const;
-
-  int ranks_ = 1;
-};
-TORCH_MODULE(ColumnParallelLinear);
-
 /// Options of `RowParallelLinear` and `DistributedLinear`. Sizes are those of the whole.
 struct RowParallelLinearOptions {
   RowParallelLinearOptions(int64_t in_features, int64_t out_features)
@@ -87,27 +54,50 @@ struct RowParallelLinearOptions {
   TORCH_ARG(std::optional<double>, init_std) = std::nullopt;
 };
 
-/// The common part of `RowParallelLinear` and `DistributedLinear`.
-template <class Derived>
-class SMP_API RowDivided : public torch::nn::Cloneable<Derived>, public SplitModule {
+/// The common part of the layers below: ranks of the tensor-parallel group divide `weight` along
+/// the dimension that `Options` is made for.
+template <class Derived, class Options>
+class SMP_API DividedLinear : public torch::nn::Cloneable<Derived>, public SplitModule {
  public:
-  explicit RowDivided(const RowParallelLinearOptions& options);
+  explicit DividedLinear(const Options& options);
 
+  /// Registers the parameters anew, for the group of now, and draws them.
   void reset() override;
+  /// Draws the values of the whole, as `torch::nn::Linear` does, and keeps this rank's.
   void reset_parameters();
   void pretty_print(std::ostream& stream) const override;
+  /// Runs the layer. All ranks of the group call it together.
   at::Tensor forward(const at::Tensor& input);
   /// forward() with `sliced` in place of the option `sequence_parallel`.
   at::Tensor run(const at::Tensor& input, bool sliced);
   std::map<std::string, ParameterSplit> split_parameters() const override;
 
-  RowParallelLinearOptions options;
+  Options options;
   at::Tensor weight;
   at::Tensor bias;  ///< undefined without
 
  private:
   int ranks_ = 1;
 };
+
+/// A linear layer whose outputs are divided among the ranks of the tensor-parallel group: rank r
+/// has rows of `weight` [out_features / ranks, in_features] and of `bias`. Input [..., in_features]
+/// whole (or, with `sequence_parallel`, this rank's part of the sequence); output [...,
+/// out_features / ranks], or whole with `gather_output`. Parameters begin with the values that
+/// `torch::nn::Linear` draws from the same generator. Throws `UsageError` if out_features is no
+/// multiple of blocks x ranks.
+class SMP_API ColumnParallelLinearImpl
+    : public DividedLinear<ColumnParallelLinearImpl, ColumnParallelLinearOptions> {
+ public:
+  ColumnParallelLinearImpl(int64_t in_features, int64_t out_features)
+      : DividedLinear(ColumnParallelLinearOptions(in_features, out_features)) {}
+  using DividedLinear::DividedLinear;
+};
+TORCH_MODULE(ColumnParallelLinear);
+
+/// The common part of `RowParallelLinear` and `DistributedLinear`.
+template <class Derived>
+using RowDivided = DividedLinear<Derived, RowParallelLinearOptions>;
 
 /// A linear layer whose inputs are divided among the ranks of the tensor-parallel group: rank r has
 /// columns of `weight` [out_features, in_features / ranks]; `bias` is whole and added once, to the
@@ -118,8 +108,8 @@ class SMP_API RowDivided : public torch::nn::Cloneable<Derived>, public SplitMod
 class SMP_API RowParallelLinearImpl : public RowDivided<RowParallelLinearImpl> {
  public:
   RowParallelLinearImpl(int64_t in_features, int64_t out_features)
-      : RowDivided(RowParallelLinearOptions(in_features, out_features)) {}
-  explicit RowParallelLinearImpl(const RowParallelLinearOptions& options) : RowDivided(options) {}
+      : DividedLinear(RowParallelLinearOptions(in_features, out_features)) {}
+  using DividedLinear::DividedLinear;
 };
 TORCH_MODULE(RowParallelLinear);
 
@@ -131,7 +121,7 @@ class SMP_API DistributedLinearImpl : public RowDivided<DistributedLinearImpl> {
       : DistributedLinearImpl(RowParallelLinearOptions(in_features, out_features)) {}
   /// `input_is_parallel` and `sequence_parallel` are taken to be false.
   explicit DistributedLinearImpl(RowParallelLinearOptions options)
-      : RowDivided(options.input_is_parallel(false).sequence_parallel(false)) {}
+      : DividedLinear(options.input_is_parallel(false).sequence_parallel(false)) {}
 };
 TORCH_MODULE(DistributedLinear);
 

@@ -45,6 +45,16 @@ std::vector<Case> independent() {
        {matrix, {kAll, 1}},
        [](Weights& w, const Tensors& in) { return in[0] * in[1] * w->row; },
        {}},
+      {"ClipBetweenBatchedBounds",
+       "aten::clip",
+       {matrix},
+       on([](Weights& w, T x) { return torch::clip(w->row, x, x + 1); }),
+       {}},
+      {"ClampByOneBatchedBound",
+       "aten::clamp",
+       {cube},
+       on([](Weights& w, T x) { return torch::clamp(w->row, x); }),
+       {}},
       {"InPlace", "aten::relu_", {matrix}, on([](Weights&, T x) { return x.relu_(); }), {}},
       {"Where",
        "aten::where",
@@ -520,6 +530,25 @@ TEST(Rules, AttentionDropsOnceForQueriesOfTheSamplesOnly) {
     const auto [whole, part] = counts(captured, "aten::scaled_dot_product_attention");
     EXPECT_EQ(whole, shared ? 0 : 1) << captured.one->to_string();
     EXPECT_EQ(part, shared ? 1 : 0) << captured.one->to_string();
+  }
+}
+
+/// libtorch's gradient of two bounds needs shapes that fit microbatches of one sample, not several.
+TEST(Rules, ClampsAtOnceWhereItsGradientsFit) {
+  const Body shared = training([](Weights& w, const Tensors& in) {
+    const auto row = w->row.unsqueeze(0);
+    return torch::clip(row, in[0] * w->scale, row + 1) + in[0] * w->scale;
+  });
+  const Body batched = training([](Weights& w, const Tensors& in) {
+    const auto bound = in[0] * w->scale;
+    return torch::clip(w->row.unsqueeze(0), bound, bound + 1);
+  });
+  for (const bool once : {false, true}) {
+    const Tensors inputs = {torch::randn({kFactor, 4}, doubles())};
+    const Body& body = once ? batched : shared;
+    Captured captured = capture(body, inputs, {0});
+    EXPECT_EQ(counts(captured, "aten::clip"), once ? std::pair(1, 0) : std::pair(0, 1));
+    expect_equals_microbatches(body, inputs, {0}, captured);
   }
 }
 

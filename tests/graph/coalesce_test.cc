@@ -45,6 +45,80 @@ TEST(Coalesce, CutsOnceWhereMicrobatchesPart) {
   expect_equals_microbatches(body, inputs, {0, 0}, captured);
 }
 
+/// A batch that is not dimension 0: microbatches are cut out of the whole with gaps, and those who
+/// read them find the layout that they have on their own. Plain libtorch runs what runs once on all
+/// samples at once.
+TEST(Coalesce, MicrobatchesLieAsOnTheirOwn) {
+  const auto whole = [](Weights& w, const torch::Tensor& x) { return torch::linear(x, w->square); };
+  const auto rest = [](const torch::Tensor& x) { return x.view({-1, 4}).softmax(0); };
+  const Body body = training([&](Weights& w, const Tensors& in) { return rest(whole(w, in[0])); });
+  const Tensors inputs = {torch::randn({5, kAll, 4}, doubles())};
+  Captured captured = capture(body, inputs, {1});
+  EXPECT_EQ(counts(captured, "aten::linear"), (std::pair<int, int>{1, 0}));
+  EXPECT_EQ(counts(captured, "aten::view"), (std::pair<int, int>{0, 1}));
+  expect_equals_microbatches(body, inputs, {1}, captured);
+  const Coalesced coalesced = coalesce(*captured.one, *captured.many, captured.axes, kFactor);
+  const Replayed got = replay(coalesced.graph, captured.table, inputs);
+  const torch::Tensor all = whole(captured.weights, inputs[0]);
+  for (int part = 0; part < kFactor; ++part) {
+    const auto own = all.narrow(1, part * kSamples, kSamples).contiguous();
+    EXPECT_TRUE(torch::equal(got.outputs[part], rest(own))) << "microbatch " << part;
+  }
+}
+
+TEST(Coalesce, MicrobatchesThatLieAsOnTheirOwnAreNotCopied) {
+  const Body first = [](Weights& w, const Tensors& in) { return (in[0] * w->row).view({-1}); };
+  const Body last = [](Weights& w, const Tensors& in) { return (in[0] * w->row).t().softmax(1); };
+  for (const Body& body : {first, last}) {
+    const Tensors inputs = {torch::randn({kAll, 4}, doubles())};
+    Captured captured = capture(training(body), inputs, {0});
+    const Coalesced coalesced = coalesce(*captured.one, *captured.many, captured.axes, kFactor);
+    for (const Operator& op : coalesced.graph.operators) EXPECT_NE(op.name(), "aten::clone");
+    expect_equals_microbatches(training(body), inputs, {0}, captured);
+  }
+}
+
+/// Layouts that are dense in another order, and some with gaps.
+TEST(Coalesce, CopiesKeepTheOrderOfDimensions) {
+  const std::vector<Body> bodies = {
+      [](Weights& w, const Tensors& in) {
+        const auto x = (in[0] * w->row).permute({2, 0, 1}).contiguous().permute({1, 2, 0});
+        return x.permute({2, 0, 1}).view({-1});
+      },
+      [](Weights& w, const Tensors& in) {
+        return (in[0] * w->row).narrow(2, 0, 2).narrow(0, 1, 3).view({-1, 2});
+      },
+      [](Weights& w, const Tensors& in) {
+        return (in[0] * w->row).narrow(2, 1, 1).view({-1, 1}).squeeze(1).softmax(0);
+      },
+      [](Weights& w, const Tensors& in) {
+        return (in[0] * w->row).unsqueeze(2).expand({5, -1, 3, 4}).sum(3).view({-1});
+      },
+      [](Weights& w, const Tensors& in) { return (in[0] * w->row).transpose(0, 1).sum(2).t(); },
+  };
+  for (size_t i = 0; i < bodies.size(); ++i) {
+    SCOPED_TRACE(i);
+    const Body body = training(bodies[i]);
+    const Tensors inputs = {torch::randn({5, kAll, 4}, doubles())};
+    Captured captured = capture(body, inputs, {1});
+    expect_equals_microbatches(body, inputs, {1}, captured);
+  }
+}
+
+/// A view of a microbatch that is written afterwards is one of the tensor's memory, not of a copy.
+TEST(Coalesce, ViewsThatAreWrittenLater) {
+  const Body body = training([](Weights& w, const Tensors& in) {
+    const auto x = torch::linear(in[0], w->square);
+    const auto rows = x.view({-1, 4});
+    rows.narrow(0, 0, 3).mul_(w->scale);
+    return x.sum({0}) + rows.mean(0) + torch::linear(in[0], w->square).view({-1, 4}).sum(0);
+  });
+  const Tensors inputs = {torch::randn({5, kAll, 4}, doubles())};
+  Captured captured = capture(body, inputs, {1});
+  EXPECT_EQ(counts(captured, "aten::linear"), (std::pair<int, int>{1, 1}));
+  expect_equals_microbatches(body, inputs, {1}, captured);
+}
+
 TEST(Coalesce, DropoutDrawsAtOnceAndOthersForEach) {
   const Body body = [](Weights& w, const Tensors& in) {
     const auto x = torch::dropout(in[0] * w->scale, 0.5, true);

@@ -9,8 +9,47 @@
 namespace smp::nn::rewrite::testing {
 namespace {
 
+/// No product of ATen's, whatever its name.
+TORCH_LIBRARY(rule, library) {
+  library.def("mul(Tensor x) -> Tensor", [](const Tensor& x) { return x * x; });
+}
+
+Tensor squared(const Tensor& x) {
+  return c10::Dispatcher::singleton()
+      .findSchemaOrThrow("rule::mul", "")
+      .typed<Tensor(const Tensor&)>()
+      .call(x);
+}
+
+/// `body` of a row-divided layer's result, a sum of the ranks' terms.
+Case on_sum(std::string name, OnHidden body, std::string expected) {
+  return {std::move(name),
+          {{"up", {0, 1}}, {"down", {1, 1}}},
+          [body](Weights& w, const Tensors& in) {
+            const auto h = torch::linear(in[0] * w->scale, w->up, w->up_bias);
+            return body(w, torch::linear(h, w->down));
+          },
+          std::move(expected)};
+}
+
 std::vector<Case> elementwise_cases() {
   return {
+      on_sum(
+          "LinearOnTerms", [](Weights&, Tensor x) { return x.multiply(2).div(3).neg(); },
+          "copy reduce"),
+      {"LinearOnPairsOfTerms",
+       {{"up", {0, 1}}, {"down", {1, 1}}, {"right", {1, 1}}},
+       [](Weights& w, const Tensors& in) {
+         const auto h = torch::linear(in[0] * w->scale, w->up, w->up_bias);
+         const auto terms = [&](const Tensor& weight) { return torch::linear(h, weight); };
+         const auto mixed = torch::lerp(terms(w->down), terms(w->right), 0.3);
+         return torch::rsub(mixed, terms(w->down), 1.5).subtract(terms(w->right), 0.25).divide(3);
+       },
+       "copy reduce"},
+      on_sum(
+          "NotLinear", [](Weights&, Tensor x) { return x.div(3, "floor") + x; }, "copy reduce"),
+      on_sum(
+          "RegisteredProduct", [](Weights&, Tensor x) { return squared(x) * 2; }, "copy reduce"),
       on_hidden(
           "Unary", 1, [](Weights&, Tensor h) { return torch::gelu(h).tanh(); }, kDivided),
       on_hidden(
@@ -229,6 +268,13 @@ std::vector<Case> shape_cases() {
           },
           kDivided),
       on_hidden(
+          "JoinedParameters", 1,
+          [](Weights& w, Tensor h) {
+            return h * torch::cat({w->up, w->left}, 1).sum(1) *
+                   torch::stack({w->other_up, w->up}, 0).sum(at::IntArrayRef({0, 2}));
+          },
+          kDivided),
+      on_hidden(
           "Expanded", 1,
           [](Weights&, Tensor h) {
             return h.unsqueeze(1).expand({-1, 2, -1, -1}).exp();
@@ -399,6 +445,7 @@ std::vector<Case> special_cases() {
 class RuleTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RuleTest, EqualsOneProcess) {
+  register_rule("rule::mul", elementwise);
   Weights weights;
   const TensorTable table = table_of(*weights);
   const Body& body = GetParam().body;

@@ -64,6 +64,32 @@ TEST(StreamsAndValues, LiteralsFollow) {
   expect_equals_plain(divided, net, table, in, step, 2);
 }
 
+/// A value that is joined to a stream goes its way, wherever it stands among the joined.
+TEST(StreamsAndValues, JoinedAsTheStreamIs) {
+  torch::manual_seed(1);
+  BetweenImpl net;
+  for (const bool stream_first : {false, true}) {
+    const DividedGraph divided = divided_as_plain(
+        net, {torch::randn({4, 8}, torch::kDouble)},
+        [&](const Tensors& in) -> Tensors {
+          const Tensor x = torch::tanh(net.in(in[0]));
+          const Tensor wide = torch::linear(x, net.up->weight, net.up->bias);
+          const Tensor y = x + torch::linear(torch::relu(wide), net.down->weight, net.down->bias);
+          const Tensor both = torch::cat(stream_first ? Tensors{y, wide} : Tensors{wide, y}, -1);
+          return {torch::tanh(both).square().sum()};
+        },
+        net.options());
+    EXPECT_EQ(dims(divided), "0") << report(divided);
+    const auto& operators = divided.graph.operators;
+    const auto cat = std::find_if(operators.begin(), operators.end(),
+                                  [](const auto& op) { return op.name() == "aten::cat"; });
+    ASSERT_NE(cat, operators.end());
+    EXPECT_EQ(c10::IntArrayRef(divided.graph.values[cat->results[0]].meta.sizes),
+              c10::IntArrayRef({2, 24}))
+        << divided.graph.to_string();
+  }
+}
+
 /// How often an index occurs is known where all of them are.
 TEST(StreamsAndValues, IndicesAreJoinedForGradientsByFrequency) {
   torch::manual_seed(1);
