@@ -13,7 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/node.h"
 #include "graph/autocast.h"
+#include "graph/autograd_entry.h"
 #include "tests/graph/cast_counter.h"
 #include "tests/graph/checkpointed.h"
 
@@ -39,6 +41,24 @@ struct SquareWeight : torch::nn::Module {
   SquareWeight() { weight = register_parameter("weight", torch::randn({kWide, kWide})); }
   torch::Tensor weight;
 };
+
+/// Autocast casts a leaf once for all its uses, as it does a parameter. A view that is older than
+/// its base's history has no history of its own yet, but autocast casts it anew for each use.
+TEST(Enter, MakesALeafOfAParameterButNotOfALateView) {
+  const GradientSinkPtr of_weight = core::make_node<GradientSink>();
+  const GradientSinkPtr of_view = core::make_node<GradientSink>();
+  const torch::Tensor weight = torch::ones({4, 4}, torch::requires_grad());
+  const torch::Tensor base = torch::ones({4, 4});
+  const torch::Tensor view = base.narrow(0, 0, 2);
+  base.mul_(weight);
+  ASSERT_TRUE(view.is_leaf() && view.requires_grad());
+
+  EXPECT_TRUE(enter(weight, of_weight).is_leaf());
+  const torch::Tensor entered = enter(view, of_view);
+  EXPECT_FALSE(entered.is_leaf());
+  entered.sum().backward();
+  EXPECT_TRUE(torch::equal(of_view->gradient, torch::ones({2, 4})));
+}
 
 /// A kernel that writes its own cast of the weight, for autocast and without.
 torch::Tensor doubled(const torch::Tensor& x, const torch::Tensor& weight) {

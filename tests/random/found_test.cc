@@ -372,6 +372,18 @@ TEST(FoundPrograms, AViewIsTransposedInPlaceUnderNoGrad) {
 }
 
 /// Products of a part that does not begin at a multiple of 64 bytes may differ in their last bits.
+/// A tensor that is no view keeps the history of the shape that it had then.
+TEST(FoundPrograms, AResultIsTransposedTwiceUnderNoGrad) {
+  constexpr Mode kNoGrad = {/*no_grad=*/true, /*autocast=*/false};
+  Writer program;
+  const int weight = program.leaf(Kind::kParameter, "weight", {4, 6});
+  const int result = program.call("sin", {program.call("tanh", {weight})});
+  program.call("swapaxes_", {result}, {1, 0}, kNoGrad);
+  program.call("swapaxes_", {result}, {1, 0}, kNoGrad);
+  program.backward(program.call("loss_term", {program.call("sin", {result})}));
+  program.expect_equal();
+}
+
 TEST(FoundPrograms, APartFromTheMiddleCrossesACut) {
   Writer program;
   const int weight = program.leaf(Kind::kParameter, "weight", {6, 6});

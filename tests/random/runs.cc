@@ -193,19 +193,13 @@ class Rank {
         edges_(pipeline::edges_of(graph, plan)),
         partitioned_(graph, plan, edges_),
         gradients_(graph, trial.microbatches, outcome_) {
-    executor_ = std::make_unique<pipeline::Executor>(make_schedule(edges_), graph, edges_,
-                                                     std::make_shared<comm::ChannelPool>(pipeline),
-                                                     /*ahead=*/1);
-    for (int stage = 0; stage < plan.stages(); ++stage) {
-      if (executor_->schedule().rank_of(stage) != rank_) continue;
-      executor_->add_stage(std::make_unique<pipeline::Stage>(partitioned_, stage,
-                                                             trial_.microbatches, state_.table()));
-    }
     std::vector<pipeline::GradientSums::Place> places;
     for (size_t i = 0; i < graph.values.size(); ++i) places.push_back({&gradients_, i});
     sums_ = pipeline::GradientSums({&gradients_}, std::move(places), trial.microbatches,
                                    /*fuses=*/false);
-    executor_->set_gradients(&sums_);
+    executor_ = std::make_unique<pipeline::Executor>(make_schedule(edges_), partitioned_, setup_,
+                                                     std::make_shared<comm::ChannelPool>(pipeline),
+                                                     /*ahead=*/1);
   }
 
   void run(int step) {
@@ -259,10 +253,11 @@ class Rank {
   State state_;
   const std::vector<pipeline::Edge> edges_;
   const pipeline::PartitionedGraph partitioned_;
-  std::unique_ptr<pipeline::Executor> executor_;
   Outcome outcome_;
   OutcomeGradients gradients_;
   pipeline::GradientSums sums_;
+  const pipeline::Executor::Setup setup_{state_.table(), &sums_};
+  std::unique_ptr<pipeline::Executor> executor_;
 };
 
 }  // namespace
