@@ -68,17 +68,12 @@ void measure(int ranks, bool interleaved) {
   comm::run_ranks(ranks, [&](const comm::CommunicatorPtr& world) {
     const auto pool = std::make_shared<comm::ChannelPool>(world);
     const pipeline::PartitionedGraph partitioned(graph, plan, edges);
-    pipeline::Executor executor(schedule, graph, edges, pool, /*ahead=*/2);
     const graph::TensorTable table;
     pipeline::GradientSums gradients;
-    for (int stage = 0; stage < kStages; ++stage) {
-      if (plan.rank_of_stage[stage] != world->rank()) continue;
-      executor.add_stage(
-          std::make_unique<pipeline::Stage>(partitioned, stage, kMicrobatches, table));
-    }
+    const pipeline::Executor::Setup setup{table, &gradients};
+    pipeline::Executor executor(schedule, partitioned, setup, pool, /*ahead=*/2);
     pipeline::Executor::Step step;
     step.microbatches.assign(kMicrobatches, {{at::zeros({16}), at::zeros({16})}, {}, {}, {}});
-    executor.set_gradients(&gradients);
     for (int i = 0; i < kSteps; ++i) {
       world->barrier();
       const auto start = std::chrono::steady_clock::now();

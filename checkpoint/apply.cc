@@ -3,6 +3,7 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -53,6 +54,7 @@ std::vector<std::string> misfits_of_average(const std::vector<ExpectedTensor>& p
   for (const ExpectedTensor& parameter : parameters) {
     const at::ScalarType dtype = parameter.spec.dtype;
     if (!at::isFloatingType(dtype) && !at::isComplexType(dtype)) continue;
+    if (c10::multiply_integers(parameter.spec.shape) == 0) continue;  // no replica has a piece
     const auto stored = stored_average(parameter, index, average);
     // One that is new in the program is in neither, and begins its average.
     if (!stored && stored_names(parameter, index).empty()) continue;
@@ -86,10 +88,47 @@ core::Refusal problem_with(const ExpectedTensor& expected, const Index& index,
   return std::nullopt;
 }
 
+/// The text before the names of a model's tensors in a checkpoint.
+std::string prefix_of(const std::string& model) { return model.empty() ? "" : model + "."; }
+
+ExpectedTensor of_model(const std::string& model, ExpectedTensor expected) {
+  for (std::string& name : expected.names) name.insert(0, prefix_of(model));
+  return expected;
+}
+
+/// The models of the checkpoint that have all expected tensors.
+std::vector<std::string> fitting_models(const std::vector<ExpectedTensor>& expected,
+                                        const Index& index) {
+  std::set<std::string> models;
+  const auto look = [&](const std::string& stored) {
+    for (const std::string& name : expected.front().names) {
+      if (!c10::ends_with(stored, "." + name)) continue;
+      const std::string model = stored.substr(0, stored.size() - name.size() - 1);
+      const bool has_all = std::all_of(expected.begin(), expected.end(), [&](const auto& tensor) {
+        return !problem_with(of_model(model, tensor), index, {/*strict=*/true, /*convert=*/true});
+      });
+      if (has_all) models.insert(core::printable(model));
+    }
+  };
+  for (const auto& [name, entry] : index.model) look(name);
+  for (const auto& [alias, name] : index.aliases) look(alias);
+  return {models.begin(), models.end()};
+}
+
+/// The ways to load a checkpoint of several models, of which none is asked for.
+std::string remedy_of_several(const std::vector<std::string>& models) {
+  if (models.empty()) return "";
+  return c10::str(" The checkpoint has the model's tensors under the name of a model before them:",
+                  core::indented(models, /*most=*/8),
+                  "\nLoad one into a plain module with LoadOptions().model(\"", models.front(),
+                  "\"), or wrap the module under its name: ModelOptions().name(\"", models.front(),
+                  "\").");
+}
+
 /// Names of the index for tensors that no model expects. Another name of a tensor that is expected
 /// is not one: its contents are used.
 std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expected,
-                                       const Index& index) {
+                                       const Index& index, const std::string& model) {
   std::set<const TensorEntry*> used;
   for (const ExpectedTensor& tensor : expected) {
     for (const std::string& name : stored_names(tensor, index)) {
@@ -98,7 +137,7 @@ std::set<std::string> unexpected_names(const std::vector<ExpectedTensor>& expect
   }
   std::set<std::string> names;
   for (const auto& [name, entry] : index.model) {
-    if (used.count(&entry) == 0) {
+    if (used.count(&entry) == 0 && c10::starts_with(name, prefix_of(model))) {
       names.insert(name);
     }
   }
@@ -162,26 +201,48 @@ std::string list_problems(const Problems& problems) {
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
                  const std::string& path, const Tolerance& tolerance) {
   Problems problems;
+  const auto is_stored = [&](const auto& tensor) { return !stored_names(tensor, index).empty(); };
+  const bool has_any = expected.empty() || std::any_of(expected.begin(), expected.end(), is_stored);
+  Tolerance tolerated = tolerance;
+  tolerated.strict = tolerance.strict || !has_any;
+  bool converts = false;  // the option would help
+  bool skips = false;
   for (const ExpectedTensor& tensor : expected) {
-    const core::Refusal problem = problem_with(tensor, index, tolerance);
-    if (problem) problems[tensor.names.front()] = *problem;
+    const core::Refusal problem = problem_with(tensor, index, tolerated);
+    if (!problem) continue;
+    problems[tensor.names.front()] = *problem;
+    converts = converts || !problem_with(tensor, index, {tolerated.strict, /*convert=*/true, ""});
+    skips = skips || !is_stored(tensor);
   }
-  if (tolerance.strict) {
-    for (const std::string& name : unexpected_names(expected, index)) {
+  if (tolerated.strict) {
+    for (const std::string& name : unexpected_names(expected, index, tolerance.model)) {
+      skips = true;
       problems[name] = c10::str("not in the model, got ", to_string(index.model.at(name).spec));
     }
   }
   SMP_CHECK_WITH(CheckpointError, problems.empty(), "checkpoint \"", core::printable(path),
                  "\" does not fit the model:", list_problems(problems),
                  "\nBuild the model as it was when the checkpoint was written",
-                 tolerance.strict
-                     ? ", or load with strict = false to skip missing and unexpected tensors."
-                     : ".");
+                 converts ? ", or load with convert = true to convert floating point types" : "",
+                 skips && has_any
+                     ? ", or load with strict = false to skip missing and unexpected tensors"
+                     : "",
+                 ".", has_any ? "" : remedy_of_several(fitting_models(expected, index)));
 }
 
 std::string average_field(const std::string& name) { return kAverage + name; }
 
 std::string tensors_field(const std::string& name) { return kTensors + name; }
+
+void check_field_name(const char* call, const std::string& name,
+                      std::string (*field)(const std::string&)) {
+  const bool fits = !name.empty() && name.size() <= kLongestName;
+  const bool is_text = core::printable(name, kLongestName) == name;
+  SMP_CHECK_WITH(UsageError, fits && is_text && name.find('/') == std::string::npos, call,
+                 ": expected a name without \"/\" and control characters, of at most ",
+                 kLongestName, " bytes of UTF-8, got \"", core::printable(name),
+                 "\". Checkpoints have its tensors as \"parameter/", field("name"), "\"");
+}
 
 bool is_of_program(const std::string& field) {
   return field.rfind(kAverage, 0) == 0 || field.rfind(kTensors, 0) == 0;
@@ -241,10 +302,15 @@ void load_into_module(torch::nn::Module& module, const std::string& path,
                       const Tolerance& tolerance, const std::string& average) {
   Reader reader(path);
   const std::vector<NamedTensor> targets = named_tensors(state_dict(module));
-  const std::vector<ExpectedTensor> expected = expectations(targets);
+  const auto expected_of = [&](const std::vector<NamedTensor>& tensors) {
+    auto result = expectations(tensors);
+    for (ExpectedTensor& item : result) item = of_model(tolerance.model, std::move(item));
+    return result;
+  };
+  const std::vector<ExpectedTensor> expected = expected_of(targets);
   check_names(expected, reader.index(), path, tolerance);
   if (!average.empty()) {
-    const auto parameters = expectations(named_tensors(module.named_parameters()));
+    const auto parameters = expected_of(named_tensors(module.named_parameters()));
     check_average(parameters, reader.index(), average, path);
   }
   // Two passes, so that a damaged file is found before anything changes without a second copy

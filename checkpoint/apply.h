@@ -44,6 +44,8 @@ std::vector<ExpectedTensor> expectations(const std::vector<NamedTensor>& tensors
 struct Tolerance {
   bool strict = true;    ///< Missing and unexpected tensors are errors.
   bool convert = false;  ///< Floating point tensors may be stored in another floating point type.
+  /// The model of this name among several, for a module whose names lack it; empty: all there is.
+  std::string model = "";
 };
 
 /// Whether a stored tensor can be loaded into an expected one: it is of the same shape and type, or
@@ -56,8 +58,8 @@ std::string list_problems(const Problems& problems);
 
 /// Compares the model section of `index` with the expectations: throws one CheckpointError that
 /// lists, sorted by name, every missing tensor, every unexpected one, every other shape or dtype,
-/// and every tied tensor that the checkpoint stores with different contents. `path` is for the
-/// message.
+/// and every tied tensor that the checkpoint stores with different contents. Where it has none of
+/// the expected tensors, they are missing without `strict`, too. `path` is for the message.
 void check_names(const std::vector<ExpectedTensor>& expected, const Index& index,
                  const std::string& path, const Tolerance& tolerance = {});
 
@@ -72,6 +74,10 @@ constexpr const char* kAverages = "averages";
 std::string average_field(const std::string& name);
 /// The field of a parameter's state that holds the program's tensor of this name.
 std::string tensors_field(const std::string& name);
+/// Throws UsageError for a name of either that a checkpoint cannot have. `call` is the user's, and
+/// `field` one of the functions above.
+void check_field_name(const char* call, const std::string& name,
+                      std::string (*field)(const std::string&));
 /// Whether a field of a parameter's state is one of these two, and so none of the optimizer's.
 bool is_of_program(const std::string& field);
 /// How often average `name` was updated; none if the checkpoint has no such average, or one that

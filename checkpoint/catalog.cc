@@ -111,7 +111,11 @@ std::string read_newest(const std::string& folder) {
   std::error_code ignored;
   SMP_CHECK_WITH(CheckpointError, fs::exists(path, ignored), "\"", core::printable(folder),
                  "\" has no record of its newest checkpoint: expected a file \"",
-                 core::printable(path), "\", got none. Name the checkpoint to load.");
+                 core::printable(path), "\", got none. ",
+                 has_checkpoint(folder, {}, /*partial=*/true)
+                     ? "Name the checkpoint to load."
+                     : "It holds no checkpoint: name another folder, or begin a run without one, "
+                       "LoadOptions().begin_anew(true).");
   std::string name = read_file(path);
   name.erase(name.find_last_not_of(" \r\n") + 1);
   SMP_CHECK_WITH(CheckpointError, !name.empty() && name.find('/') == std::string::npos, "\"",

@@ -145,23 +145,18 @@ Channels TransportCommunicator::open_channels(const std::vector<ChannelSpec>& ou
   }
   Channels channels = comm::open_channels(transport_, group_, shared_from_this(), of_host(outgoing),
                                           of_host(incoming));
-  const int me = group_->world_rank;
-  for (size_t i = 0; i < outgoing.size(); ++i) {
-    const ChannelSpec& spec = outgoing[i];
-    if (HandOverQueues* const queues = queues_of(spec)) {
-      auto queue = queues->open({group_->context, me, in_world(spec), spec.tag}, /*sends=*/true);
-      auto& sender = channels.senders[i];
-      sender = make_handing_sender(std::move(sender), std::move(queue), spec);
+  const auto hand_over = [&](const auto& specs, bool sends, auto& ends, const auto& make) {
+    for (size_t i = 0; i < specs.size(); ++i) {
+      HandOverQueues* const queues = queues_of(specs[i]);
+      if (queues == nullptr) continue;
+      int from = group_->world_rank, to = in_world(specs[i]);
+      if (!sends) std::swap(from, to);
+      auto queue = queues->open({group_->context, from, to, specs[i].tag}, sends);
+      ends[i] = make(std::move(ends[i]), std::move(queue), specs[i]);
     }
-  }
-  for (size_t i = 0; i < incoming.size(); ++i) {
-    const ChannelSpec& spec = incoming[i];
-    if (HandOverQueues* const queues = queues_of(spec)) {
-      auto queue = queues->open({group_->context, in_world(spec), me, spec.tag}, /*sends=*/false);
-      auto& receiver = channels.receivers[i];
-      receiver = make_handing_receiver(std::move(receiver), std::move(queue), spec);
-    }
-  }
+  };
+  hand_over(outgoing, /*sends=*/true, channels.senders, make_handing_sender);
+  hand_over(incoming, /*sends=*/false, channels.receivers, make_handing_receiver);
   return channels;
 }
 
@@ -181,27 +176,27 @@ std::vector<ChannelSpec> TransportCommunicator::of_host(std::vector<ChannelSpec>
   return specs;
 }
 
-bool is_one_process(const Communicator& group) {
-  const auto* of_transport = dynamic_cast<const TransportCommunicator*>(&group);
-  if (of_transport == nullptr || group.size() == 1) {
-    return false;
-  }
-  const std::vector<int>& ranks = of_transport->group_->world_ranks;
-  return std::all_of(ranks.begin(), ranks.end(), [&](int other) {
-    return of_transport->transport_->queues_between(of_transport->group_->world_rank, other) !=
-           nullptr;
-  });
-}
-
-bool is_one_host(const Communicator& group) {
+template <class Property>
+bool TransportCommunicator::has_everywhere(const Communicator& group, const Property& property) {
   const auto* of_transport = dynamic_cast<const TransportCommunicator*>(&group);
   if (of_transport == nullptr) {
     return false;
   }
-  const std::vector<int>& ranks = of_transport->group_->world_ranks;
-  return std::all_of(ranks.begin(), ranks.end(), [&](int other) {
-    return of_transport->transport_->shares_memory(of_transport->group_->world_rank, other);
+  const GroupState& state = *of_transport->group_;
+  return std::all_of(state.world_ranks.begin(), state.world_ranks.end(), [&](int other) {
+    return property(*of_transport->transport_, state.world_rank, other);
   });
+}
+
+bool is_one_process(const Communicator& group) {
+  const auto hands_over = [](Transport& transport, int rank, int other) {
+    return transport.queues_between(rank, other) != nullptr;
+  };
+  return group.size() > 1 && TransportCommunicator::has_everywhere(group, hands_over);
+}
+
+bool is_one_host(const Communicator& group) {
+  return TransportCommunicator::has_everywhere(group, std::mem_fn(&Transport::shares_memory));
 }
 
 void CollectiveTurn::all_gather(const at::Tensor& output, const at::Tensor& input) {

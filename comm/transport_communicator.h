@@ -74,6 +74,9 @@ class TransportCommunicator final : public Communicator {
   friend void take_turn(Communicator& group, const TurnTask& task);
   friend WorkPtr start_turn(Communicator& group, TurnTask task);
 
+  /// Whether the transport has a property between this rank and each of a group.
+  template <class Property>
+  static bool has_everywhere(const Communicator& group, const Property& property);
   int in_world(const ChannelSpec& spec) const;
   HandOverQueues* queues_of(const ChannelSpec& spec) const;
   std::vector<ChannelSpec> of_host(std::vector<ChannelSpec> specs) const;

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstddef>
+#include <optional>
 #include <utility>
 
 namespace smp::core {
@@ -45,11 +46,15 @@ inline ssize_t read_fully(int fd, void* data, size_t size, off_t offset) {
   return static_cast<ssize_t>(done);
 }
 
-/// Writes `size` bytes. Returns false, with `errno`, for an error.
-inline bool write_fully(int fd, const void* data, size_t size) {
+/// Writes `size` bytes, from `offset` on if there is one. Returns false, with `errno`, for an
+/// error.
+inline bool write_fully(int fd, const void* data, size_t size, std::optional<off_t> offset = {}) {
   size_t done = 0;
   while (done < size) {
-    const ssize_t written = ::write(fd, static_cast<const char*>(data) + done, size - done);
+    const char* rest = static_cast<const char*>(data) + done;
+    const ssize_t written =
+        offset ? ::pwrite(fd, rest, size - done, *offset + static_cast<off_t>(done))
+               : ::write(fd, rest, size - done);
     if (written < 0 && errno == EINTR) continue;
     if (written <= 0) return false;
     done += static_cast<size_t>(written);

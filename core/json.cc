@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <set>
 #include <vector>
 
@@ -224,6 +225,14 @@ std::string read_pipe(const std::string& path, const std::string& what,
   }
   check_read(path, what, problem);
   return text;
+}
+
+void write_file(const std::string& path, const std::string& text, const std::string& failure,
+                const std::string& remedy) {
+  std::ofstream out(path, std::ios::binary);
+  out << text << std::flush;
+  SMP_CHECK_WITH(ConfigError, out.good(), printable(path), ": ", failure, ": ",
+                 std::strerror(errno), ". ", remedy, ".");
 }
 
 }  // namespace smp::core

@@ -28,4 +28,9 @@ std::string read_file(const std::string& path, const std::string& what,
 std::string read_pipe(const std::string& path, const std::string& what,
                       std::chrono::milliseconds patience, uint64_t most = uint64_t{64} << 20);
 
+/// Writes a file anew. Throws `ConfigError` with the path, `failure` ("cannot write the graph"),
+/// the reason, and the remedy as a sentence without its full stop.
+void write_file(const std::string& path, const std::string& text, const std::string& failure,
+                const std::string& remedy = "Give a path in a folder that can be written");
+
 }  // namespace smp::core

@@ -177,8 +177,8 @@ std::vector<Parameter> step_rows() {
           .at_least(0)
           .at_most(kMostMicrobatches),
       integer("seed", int64_t{-1},
-              "The seed of the random operators inside steps. -1 draws it from the default "
-              "generator of world rank 0 at the first step, so that `torch::manual_seed` decides.")
+              "The seed of the random operators inside steps. -1 takes the seed of world rank 0's "
+              "default generator at the first step, which `torch::manual_seed` sets.")
           .at_least(-1),
   };
 }

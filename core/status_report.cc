@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "core/status.h"
+#include "core/table.h"
 
 namespace smp::core {
 namespace {
@@ -201,9 +202,7 @@ std::vector<int> causes_of(const Chain& chain) {
   return circle;
 }
 
-using Row = std::array<std::string, 7>;
-
-Row row_of(const RankStatus& one) {
+std::vector<std::string> row_of(const RankStatus& one) {
   std::string waits_for;
   if (!one.waits_for.empty()) {
     waits_for = ranks_text(one.waits_for, one.more) + ", " + duration(one.wait_seconds);
@@ -218,23 +217,14 @@ Row row_of(const RankStatus& one) {
           one.is_waiting() ? "waits" : state_text(one.state)};
 }
 
-// Numbers to the right, texts to the left.
-std::string table_text(const std::vector<Row>& rows) {
-  constexpr std::array<bool, 7> kToTheRight = {true, true, true, false, true, false, false};
-  std::array<size_t, 7> widths{};
-  for (const Row& row : rows) {
-    for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
-  }
-  std::string text;
-  for (const Row& row : rows) {
-    std::string line;
-    for (size_t i = 0; i < row.size(); ++i) {
-      const std::string room(widths[i] - row[i].size(), ' ');
-      line += "  " + (kToTheRight[i] ? room + row[i] : row[i] + room);
-    }
-    text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
-  }
-  return text;
+std::string table_text(const std::vector<RankStatus>& ranks) {
+  Table table;
+  for (const char* number : {"rank", "process", "step"}) table.column(number, Table::Align::kRight);
+  table.column("does", Table::Align::kLeft);
+  table.column("for", Table::Align::kRight);
+  for (const char* text : {"waits for", "state"}) table.column(text, Table::Align::kLeft);
+  for (const RankStatus& one : ranks) table.row(row_of(one));
+  return table.to_string(/*has_rule=*/false);
 }
 
 // "ranks 2, 3 are on host h2: call smprun --status there".
@@ -292,9 +282,7 @@ std::string status_text(const JobStatus& job) {
   std::string text =
       c10::str("job ", job.name, ": ", job.program, ", ", size, size == 1 ? " rank" : " ranks",
                ", for ", duration(job.seconds), "\n");
-  std::vector<Row> rows = {{"rank", "process", "step", "does", "for", "waits for", "state"}};
-  for (const RankStatus& one : job.ranks) rows.push_back(row_of(one));
-  text += table_text(rows) + other_hosts(job);
+  text += table_text(job.ranks) + other_hosts(job);
   for (const Chain& chain : longest_chains(job)) {
     text += text_of(job, chain) + "\n";
     for (const int rank : causes_of(chain)) {

@@ -6,7 +6,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -122,15 +121,6 @@ GradBucket GradientBuckets::grad_bucket(size_t bucket) const {
   return result;
 }
 
-/// The gradient of a parameter in this replica's part of its bucket. No view to autograd.
-at::Tensor GradientBuckets::piece(const at::Tensor& part, size_t index) const {
-  const at::AutoDispatchBelowADInplaceOrView no_view;
-  const auto [offset, length] = pieces_->range(index);
-  const int64_t first = offset - pieces_->group()->rank() * length;
-  return part.slice(0, std::clamp<int64_t>(first, 0, length),
-                    std::clamp<int64_t>(first + parameters_[index].numel(), 0, length));
-}
-
 void GradientBuckets::accumulate(int shard, size_t index, at::Tensor gradient, bool first,
                                  core::TensorUpdates& updates) {
   const at::AutoDispatchBelowADInplaceOrView no_history;
@@ -202,11 +192,13 @@ WorkPtr GradientBuckets::start(size_t bucket) {
   });
 }
 
-/// A parameter's sum, or this replica's piece of it.
+/// A parameter's sum, or this replica's piece of it, which is no view to autograd.
 StepGradients::Reduced GradientBuckets::reduced(size_t index) {
   const at::ScalarType type = parameters_[index].scalar_type();
   if (pieces_) {
-    return {piece(sums_[layout_.slots[index].bucket], index), type, /*overwrites=*/true};
+    const at::AutoDispatchBelowADInplaceOrView no_view;
+    const at::Tensor& part = sums_[layout_.slots[index].bucket];
+    return {pieces_->in_part(part, index), type, /*overwrites=*/true};
   }
   // The value added to `.grad` may lie in the bucket, too.
   const bool overwrites = options_.gradient_as_bucket_view || parameters_[index].grad().defined();

@@ -64,7 +64,6 @@ class GradientBuckets final : public WholeGradients {
   std::vector<at::Tensor> take_sums(size_t bucket);
   WorkPtr start(size_t bucket);
   GradBucket grad_bucket(size_t bucket) const;
-  at::Tensor piece(const at::Tensor& part, size_t index) const;
 
   const std::vector<at::Tensor> parameters_;
   const BucketOptions options_;

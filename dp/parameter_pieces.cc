@@ -30,44 +30,48 @@ graph::AbsencePtr absence_of(const std::string& name) {
 
 ParameterPieces::ParameterPieces(std::vector<at::Tensor> parameters, std::vector<std::string> names,
                                  comm::CommunicatorPtr group, int64_t bucket_bytes)
-    : parameters_(std::move(parameters)),
+    : own_(parameters.size()),
+      parameters_(std::move(parameters)),
       names_(std::move(names)),
       group_(std::move(group)),
       layout_(make_bucket_layout(parameters_, sum_options(parameters_),
                                  reverse_order(parameters_.size()),
                                  {bucket_bytes, bucket_bytes, group_->size()})),
-      markers_(parameters_.size()) {
+      markers_(parameters_.size()),
+      gathered_writes_(parameters_.size()) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto [begin, end] = owned(i, group_->rank());
-    own_.emplace_back();
+    const auto [begin, end] = owned(i);
     if (begin < end) own_[i] = at::empty({0}, parameters_[i].options()).requires_grad_();
   }
   bind();
 }
 
-int64_t ParameterPieces::part_length(const at::Tensor& parameter, int replicas) {
-  const BucketLayout layout =
-      make_bucket_layout({parameter}, {sum_options(parameter)}, {0}, {1, 1, replicas});
-  return layout.numel.front() / replicas;
-}
-
-size_t ParameterPieces::add(const at::Tensor& parameter, const std::string& name,
-                            const at::Tensor& piece) {
+size_t ParameterPieces::add(const at::Tensor& parameter, const std::string& name) {
   const size_t index = parameters_.size();
+  const BucketLayout alone =
+      make_bucket_layout({parameter}, {sum_options(parameter)}, {0}, {1, 1, group_->size()});
   parameters_.push_back(parameter);
   names_.push_back(name);
   layout_.members.push_back({index});
-  layout_.numel.push_back(part_length(parameter, group_->size()) * group_->size());
-  layout_.options.push_back(sum_options(parameter));
+  layout_.numel.push_back(alone.numel.front());
+  layout_.options.push_back(alone.options.front());
   layout_.slots.push_back({index, 0});
-  own_.push_back(piece.numel() > 0 ? piece : at::Tensor());
+  own_.emplace_back();
   markers_.emplace_back();
+  gathered_writes_.emplace_back();
   return index;
 }
 
 comm::Range ParameterPieces::range(size_t index) const {
   const auto [bucket, offset] = layout_.slots[index];
   return {offset, layout_.numel[bucket] / group_->size()};
+}
+
+at::Tensor ParameterPieces::in_part(const at::Tensor& part, size_t index) const {
+  const auto [begin, end] = owned(index);
+  const auto [offset, length] = range(index);
+  return begin == end ? part.narrow(0, 0, 0)
+                      : part.narrow(0, offset + begin - group_->rank() * length, end - begin);
 }
 
 at::Tensor ParameterPieces::flat(const at::Tensor& tensor, size_t index) const {
@@ -77,7 +81,7 @@ at::Tensor ParameterPieces::flat(const at::Tensor& tensor, size_t index) const {
 void ParameterPieces::bind() {
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const auto [begin, end] = owned(i, group_->rank());
+    const auto [begin, end] = owned(i);
     if (begin < end) own_[i].set_data(flat(parameters_[i], i).slice(0, begin, end));
   }
 }
@@ -92,12 +96,10 @@ void ParameterPieces::all_gather(const std::vector<bool>& updated) {
     if (std::none_of(members.begin(), members.end(), is_updated)) continue;
     const auto dtype = parameters_[members.front()].scalar_type();
     buckets[b] = at::empty({layout_.numel[b]}, layout_.options[b].dtype(dtype));
-    for (size_t i : members) {
-      if (!own_[i].defined()) continue;
-      const auto [begin, end] = owned(i, group_->rank());
-      buckets[b].narrow(0, layout_.slots[i].offset + begin, end - begin).copy_(own_[i]);
-    }
     const at::Tensor mine = buckets[b].chunk(group_->size())[group_->rank()];
+    for (size_t i : members) {
+      if (own_[i].defined()) in_part(mine, i).copy_(own_[i]);
+    }
     works[b] = group_->async().all_gather(as_real(buckets[b]), as_real(mine));
   }
   for (size_t b = 0; b < layout_.size(); ++b) {
@@ -106,9 +108,15 @@ void ParameterPieces::all_gather(const std::vector<bool>& updated) {
     for (size_t i : layout_.members[b]) {
       const at::Tensor whole = gradient_slice(buckets[b], layout_.slots[i].offset, parameters_[i]);
       parameters_[i].detach().copy_(whole);
+      gathered_writes_[i] = writes(i);
     }
     buckets[b].reset();
   }
+}
+
+int64_t ParameterPieces::writes(size_t index) const {
+  const at::Tensor& own = own_[index];
+  return own.defined() && !own.is_inference() ? own._version() : 0;
 }
 
 void ParameterPieces::add_gradient(size_t index, const at::Tensor& gradient) {

@@ -40,6 +40,9 @@ class ParameterPieces {
   const comm::CommunicatorPtr& group() const { return group_; }
   const BucketLayout& layout() const { return layout_; }
 
+  /// Whether replicas divide the values, so that none keeps a parameter whole; else only what is
+  /// needed to update them.
+  virtual bool divides_values() const { return false; }
   /// This replica's pieces, by parameter; undefined where it owns nothing, which are most.
   const std::vector<at::Tensor>& own() const { return own_; }
   /// How the replicas divide a parameter, in the order of its memory (where it is not dense: of its
@@ -50,6 +53,8 @@ class ParameterPieces {
     return range(index).of(replica, parameters_[index].numel());
   }
 
+  /// This replica's piece in its part of a bucket, which may be any tensor of that length.
+  at::Tensor in_part(const at::Tensor& part, size_t index) const;
   /// The elements of any tensor with the sizes of parameter `index` in the order of the parameter's
   /// memory. Shares that of the parameter itself, if it is dense.
   at::Tensor flat(const at::Tensor& tensor, size_t index) const;
@@ -60,6 +65,9 @@ class ParameterPieces {
   /// Gives the pieces of the parameters that are `updated` (by index), as they are now, to all
   /// replicas, bucket by bucket. Collective: all replicas give the same.
   virtual void all_gather(const std::vector<bool>& updated);
+  /// Whether this replica's piece of parameter `index` was written since the last `all_gather` of
+  /// it, which the other replicas do not see. Writes of the parameter itself do not count.
+  bool is_written(size_t index) const { return writes(index) != gathered_writes_[index]; }
 
   /// Adds this replica's piece of the gradient of parameter `index` to the piece's `.grad`, or sets
   /// it, and marks the parameter as having a gradient.
@@ -71,19 +79,24 @@ class ParameterPieces {
  protected:
   /// Without parameters at first.
   explicit ParameterPieces(comm::CommunicatorPtr group) : group_(std::move(group)) {}
-  /// Adds a parameter with a bucket of its own, and `piece` as this replica's piece of it, on any
-  /// memory. Returns its index.
-  size_t add(const at::Tensor& parameter, const std::string& name, const at::Tensor& piece);
-  /// The length of the parts of such a bucket, in elements.
-  static int64_t part_length(const at::Tensor& parameter, int replicas);
+  /// Adds a parameter with a bucket of its own; the caller gives this replica's piece of it.
+  /// Returns its index.
+  size_t add(const at::Tensor& parameter, const std::string& name);
+
+  std::vector<at::Tensor> own_;
 
  private:
+  /// The elements that this replica owns.
+  std::pair<int64_t, int64_t> owned(size_t index) const { return owned(index, group_->rank()); }
+  /// How often this replica's piece was written; 0 where it has none.
+  int64_t writes(size_t index) const;
+
   std::vector<at::Tensor> parameters_;
   std::vector<std::string> names_;
   comm::CommunicatorPtr group_;
   BucketLayout layout_;
-  std::vector<at::Tensor> own_;
-  std::vector<at::Tensor> markers_;  // `.grad` of parameters that have a gradient
+  std::vector<at::Tensor> markers_;       // `.grad` of parameters that have a gradient
+  std::vector<int64_t> gathered_writes_;  // writes that all replicas have
 };
 
 }  // namespace smp::dp

@@ -57,7 +57,9 @@ comm::Range ShardedGradients::range(size_t index) const {
 at::Tensor& ShardedGradients::sums(size_t bucket) {
   at::Tensor& sums = memory_[bucket];
   if (!sums.defined()) {
-    sums = at::zeros({replicas_->size(), shards(), layout_.numel[bucket]}, layout_.options[bucket]);
+    sums = at::zeros(
+        {replication_group_->size(), parameters_->group()->size(), shards(), layout_.numel[bucket]},
+        layout_.options[bucket]);
   }
   return sums;
 }
@@ -66,16 +68,16 @@ void ShardedGradients::accumulate(int shard, size_t index, at::Tensor gradient, 
                                   core::TensorUpdates& updates) {
   const auto [bucket, offset] = layout_.slots[index];
   const at::Tensor& sums = this->sums(bucket);
-  const auto [shards, same_shard] =
-      core::Axis{1, replicas_->size()}.split(parameters_->group()->size());
   const at::Tensor flat = parameters_->flat(gradient, index);
-  for (int rank = 0; rank < replicas_->size(); ++rank) {
-    const auto [from, to] = parameters_->owned(index, shards.index_of(rank));
-    const auto [begin, end] = range(index).of(same_shard.index_of(rank), to - from);
-    if (begin == end) continue;
-    const at::Tensor sum = sums[rank][shard].narrow(0, offset, end - begin);
-    const at::Tensor piece = flat.slice(0, from + begin, from + end);
-    first ? updates.copy(sum, piece) : updates.add(sum, piece);
+  for (int owner = 0; owner < parameters_->group()->size(); ++owner) {
+    const auto [from, to] = parameters_->owned(index, owner);
+    for (int alike = 0; alike < replication_group_->size(); ++alike) {
+      const auto [begin, end] = range(index).of(alike, to - from);
+      if (begin == end) continue;
+      const at::Tensor sum = sums[alike][owner][shard].narrow(0, offset, end - begin);
+      const at::Tensor piece = flat.slice(0, from + begin, from + end);
+      first ? updates.copy(sum, piece) : updates.add(sum, piece);
+    }
   }
 }
 

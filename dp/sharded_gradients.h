@@ -50,7 +50,8 @@ class ShardedGradients final : public StepGradients {
   const std::shared_ptr<ShardedParameters> parameters_;
   const comm::CommunicatorPtr replication_group_;
   BucketLayout layout_;  // layout of a row of a bucket's sums, which one rank reduces
-  // The sums of each bucket: by rank that reduces it, local shard and place in a row.
+  // The sums of each bucket: by rank that reduces it (its place in the replication group, and among
+  // the ranks that divide parameters), local shard and place in a row.
   std::vector<at::Tensor> memory_;
 };
 

@@ -51,16 +51,16 @@ bool ShardedParameters::is_divisible(const at::Tensor& parameter) {
 size_t ShardedParameters::add(const at::Tensor& parameter, const std::string& name) {
   SMP_INTERNAL_ASSERT(is_divisible(parameter), "parameter \"", name, "\" cannot be divided");
   at::NoGradGuard no_grad;
-  const int64_t length = part_length(parameter, group()->size());
-  const auto [begin, end] = comm::Range{0, length}.of(group()->rank(), parameter.numel());
-  Entry entry;
-  entry.padded = at::zeros({length}, plain(parameter));
+  const size_t index = ParameterPieces::add(parameter, name);
+  const auto [begin, end] = owned(index, group()->rank());
+  Entry& entry = entries_.emplace_back();
+  entry.padded = at::zeros({range(index).length}, plain(parameter));
   entry.shard = entry.padded.narrow(0, 0, end - begin).detach();
   entry.shard.copy_(memory_of(parameter.detach(), parameter.numel()).slice(0, begin, end));
   entry.shard.set_requires_grad(parameter.requires_grad());
+  if (begin < end) own_[index] = entry.shard;
   free_data(parameter);
-  entries_.push_back(std::move(entry));
-  return ParameterPieces::add(parameter, name, entries_.back().shard);
+  return index;
 }
 
 void ShardedParameters::gather(size_t index) {

@@ -35,6 +35,7 @@ class ShardedParameters final : public ParameterPieces {
   /// Keeps this rank's shard of a parameter with data and frees the rest. Returns its index.
   size_t add(const at::Tensor& parameter, const std::string& name);
 
+  bool divides_values() const override { return true; }
   size_t size() const { return entries_.size(); }
   const at::Tensor& parameter(size_t index) const { return parameters()[index]; }
   const std::string& name(size_t index) const { return names()[index]; }

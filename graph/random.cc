@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/ops/equal.h>
 
 #include <utility>
 
@@ -37,7 +38,24 @@ class SeededGenerator {
   at::Generator saved_;
 };
 
+at::Tensor state_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
 }  // namespace
+
+SeedWatch::SeedWatch()
+    : seed_(at::detail::getDefaultCPUGenerator().current_seed()),
+      state_(state_of(at::detail::getDefaultCPUGenerator())) {}
+
+bool SeedWatch::was_seeded() const {
+  const at::Generator& generator = at::detail::getDefaultCPUGenerator();
+  if (generator.current_seed() != seed_) return true;
+  const at::Tensor state = state_of(generator);
+  if (at::equal(state, state_)) return false;
+  return at::equal(state, state_of(at::make_generator<at::CPUGeneratorImpl>(seed_)));
+}
 
 uint64_t stream_seed(const RandomKey& key, uint64_t ordinal) {
   uint64_t state = mix(key.seed);

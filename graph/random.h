@@ -45,6 +45,18 @@ void call_seeded(const c10::OperatorHandle& op, torch::jit::Stack& stack, uint64
 /// draw from it wait.
 at::Tensor call_noting_state(const c10::OperatorHandle& op, torch::jit::Stack& stack);
 
+/// Tells whether the CPU's default generator was seeded while this lived; to draw does not count.
+/// It cannot tell a seed that the generator was given before and has not drawn with since.
+class SeedWatch {
+ public:
+  SeedWatch();
+  bool was_seeded() const;
+
+ private:
+  uint64_t seed_;
+  at::Tensor state_;
+};
+
 /// Calls the operator, which draws on the CPU from a generator of its own in `state`.
 void call_from_state(const c10::OperatorHandle& op, torch::jit::Stack& stack,
                      const at::Tensor& state);

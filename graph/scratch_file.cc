@@ -29,30 +29,14 @@ int open_without_name(const std::string& directory) {
   return named;
 }
 
-/// Calls `transfer(done)`, which moves some of the bytes after the first `done`, until all are.
-/// Returns 0 or the error.
-template <class Transfer>
-int repeat(int64_t bytes, const Transfer& transfer) {
-  for (int64_t done = 0; done < bytes;) {
-    const ssize_t moved = transfer(done);
-    if (moved < 0 && errno == EINTR) continue;
-    if (moved < 0) return errno;
-    if (moved == 0) return EIO;
-    done += moved;
-  }
-  return 0;
-}
-
 }  // namespace
 
 ScratchFile::ScratchFile(const std::string& directory)
     : directory_(directory), descriptor_(open_without_name(directory)) {
-  SMP_CHECK_WITH(ConfigError, descriptor_ >= 0, "offload_activations: cannot make a file in ",
-                 directory, ": ", std::strerror(errno),
+  SMP_CHECK_WITH(ConfigError, descriptor_, "offload_activations: cannot make a file in ", directory,
+                 ": ", std::strerror(errno),
                  ". Set \"offload_directory\" to a directory on a local disk");
 }
-
-ScratchFile::~ScratchFile() { close(descriptor_); }
 
 int64_t ScratchFile::allocate(int64_t bytes) {
   bytes = whole_blocks(bytes);
@@ -82,19 +66,13 @@ void ScratchFile::free(int64_t offset, int64_t bytes) {
 }
 
 void ScratchFile::write(int64_t offset, const void* data, int64_t bytes) const {
-  const auto* from = static_cast<const char*>(data);
-  const int error = repeat(bytes, [&](int64_t done) {
-    return pwrite(descriptor_, from + done, static_cast<size_t>(bytes - done), offset + done);
-  });
-  if (error != 0) fail("write", bytes, error);
+  const bool all = core::write_fully(descriptor_.get(), data, static_cast<size_t>(bytes), offset);
+  if (!all) fail("write", bytes, errno);
 }
 
 void ScratchFile::read(int64_t offset, void* data, int64_t bytes) const {
-  auto* to = static_cast<char*>(data);
-  const int error = repeat(bytes, [&](int64_t done) {
-    return pread(descriptor_, to + done, static_cast<size_t>(bytes - done), offset + done);
-  });
-  if (error != 0) fail("read", bytes, error);
+  const auto got = core::read_fully(descriptor_.get(), data, static_cast<size_t>(bytes), offset);
+  if (got != bytes) fail("read", bytes, got < 0 ? errno : EIO);
 }
 
 void ScratchFile::fail(const char* action, int64_t bytes, int error) const {

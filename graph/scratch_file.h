@@ -5,6 +5,8 @@
 #include <map>
 #include <string>
 
+#include "core/descriptor.h"
+
 namespace smp::graph {
 
 /// A file without a name, in which blocks are written, read and freed. Blocks may be written and
@@ -13,9 +15,6 @@ class ScratchFile {
  public:
   /// Throws `ConfigError` if there can be no file in `directory`.
   explicit ScratchFile(const std::string& directory);
-  ~ScratchFile();
-  ScratchFile(const ScratchFile&) = delete;
-  ScratchFile& operator=(const ScratchFile&) = delete;
 
   /// The place of a block of `bytes`: the first that is free, else at the end.
   int64_t allocate(int64_t bytes);
@@ -32,7 +31,7 @@ class ScratchFile {
   [[noreturn]] void fail(const char* action, int64_t bytes, int error) const;
 
   const std::string directory_;
-  int descriptor_ = -1;
+  const core::Descriptor descriptor_;
   int64_t end_ = 0;
   std::map<int64_t, int64_t> free_;  // offset -> bytes; neighbours are joined
 };

@@ -5,10 +5,7 @@
 #include <torch/csrc/jit/frontend/function_schema_parser.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <exception>
-#include <fstream>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -507,12 +504,7 @@ SavedGraph saved_graph_from_json(const std::string& text, const std::string& sou
 
 void save_graph(const Graph& graph, const std::string& path,
                 const std::map<std::string, double>& optimizer_state) {
-  const std::string text = graph_to_json(graph, optimizer_state);
-  std::ofstream out(path, std::ios::binary);
-  out << text << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), core::printable(path),
-                 ": cannot write the graph: ", std::strerror(errno),
-                 ". Give a path in a folder that can be written.");
+  core::write_file(path, graph_to_json(graph, optimizer_state), "cannot write the graph");
 }
 
 SavedGraph load_graph(const std::string& path) {

@@ -106,6 +106,8 @@ class Restore {
   void prepare(detail::ParamStateFactory make_state, const FieldLayouts& layouts) {
     for (size_t i = 0; i < groups_.size(); ++i) {
       for (const auto& [name, param] : groups_[i]) {
+        // Replicas that divide parameters have no state of one without elements: it keeps its own.
+        if (param.numel() == 0 && state_.params.count(name) == 0) continue;
         new_states_[param.unsafeGetTensorImpl()] = make_param(name, param, make_state, layouts);
       }
       // A rehearsal: values that cannot be assigned throw here.

@@ -35,11 +35,11 @@ void erase_params(OptimizerState& state, const std::function<bool(const std::str
 void check_state_per_parameter(const torch::optim::Optimizer& optimizer);
 
 /// Restores `state`: the options of all groups (learning rate included) and the state of every
-/// parameter, made where there is none and removed where the saved run had none. Names that only
-/// one of them has belong to other ranks, or keep their options and have no state. Tensors go to
-/// their parameter's device; those that are elementwise by `layouts` and have its shape get its
-/// strides. Throws CheckpointError that lists, sorted, all unnamed parameters, other shapes and
-/// groups that do not match; then nothing has changed.
+/// parameter, made where there is none and removed where the saved run had none and the parameter
+/// has elements. Names that only one of them has belong to other ranks, or keep their options and
+/// have no state. Tensors go to their parameter's device; those that are elementwise by `layouts`
+/// and have its shape get its strides. Throws CheckpointError that lists, sorted, all unnamed
+/// parameters, other shapes and groups that do not match; then nothing has changed.
 void set_state(torch::optim::Optimizer& optimizer, const OptimizerState& state,
                const ParameterNames& names, detail::ParamStateFactory make_state,
                const FieldLayouts& layouts = {});

@@ -421,19 +421,26 @@ class Partitioner {
 
   // ---- Errors ----
 
-  [[noreturn]] void explain_too_few(int possible) const {
-    std::string why = "a stage has at least one";
-    std::string remedy;
+  /// The illegal cuts between two operators, in words; empty if there are none.
+  std::string illegal_between(size_t first, size_t last) const {
     const auto is_illegal = [](const core::Refusal& refusal) { return refusal.has_value(); };
-    const auto first = std::find_if(why_illegal_.begin(), why_illegal_.end(), is_illegal);
-    if (first != why_illegal_.end()) {
-      const auto i = first - why_illegal_.begin();
-      why = fmt::format("{} of the {} cuts between them are illegal, the first of these {}|{}: {}",
-                        std::count_if(first, why_illegal_.end(), is_illegal), why_illegal_.size(),
-                        i, i + 1, **first);
+    const auto begin = why_illegal_.begin() + first, end = why_illegal_.begin() + last;
+    const auto found = std::find_if(begin, end, is_illegal);
+    if (found == end) return "";
+    const auto i = found - why_illegal_.begin();
+    return fmt::format("{} of the {} cuts between them are illegal, the first of these {}|{}: {}",
+                       std::count_if(found, end, is_illegal), last - first, i, i + 1, **found);
+  }
+
+  [[noreturn]] void explain_too_few(int possible) const {
+    std::string why = illegal_between(0, why_illegal_.size());
+    std::string remedy;
+    if (!why.empty()) {
       remedy =
           ", or change what keeps operators together: let one that works in place return a new "
           "tensor, or differentiate (autograd::grad) with respect to a later one";
+    } else {
+      why = "a stage has at least one";
     }
     core::fail<PartitionError>(
         fmt::format("cannot divide {} operators into {} stages: at most {} are possible, since {}. "
@@ -447,10 +454,13 @@ class Partitioner {
       if (cut_between(low->operator_index, high->operator_index) < 0) {
         explain_no_cut(*low, *high);
       }
+      const std::string illegal = illegal_between(low->operator_index, high->operator_index);
       core::fail<PartitionError>(fmt::format(
           "cannot keep the pins: {}, but {}, and between the two there are too few operators for "
-          "the {} stages that come between them. Pin fewer operators, or ask for fewer partitions.",
-          describe(graph_, *low), describe(graph_, *high), high->stage - low->stage - 1));
+          "the {} stages that come between them{}{}. Pin fewer operators, or ask for fewer "
+          "partitions.",
+          describe(graph_, *low), describe(graph_, *high), high->stage - low->stage - 1,
+          illegal.empty() ? "" : ": ", illegal));
     }
     const bool late = low != nullptr;
     const Pin& pin = late ? *low : *high;

@@ -10,15 +10,16 @@
 #include <utility>
 #include <vector>
 
+#include "core/table.h"
 #include "partitioner/cost.h"
 #include "partitioner/format.h"
 #include "partitioner/modules.h"
 #include "partitioner/order.h"
-#include "partitioner/table.h"
 
 namespace smp::partitioner {
 namespace {
 
+using core::Table;
 using graph::Graph;
 using graph::Value;
 using graph::ValueKind;

@@ -61,8 +61,6 @@ struct Action {
   bool is_transfer() const { return is_send() || is_recv(); }
   bool is_copy() const { return kind == Kind::kSendCopy || kind == Kind::kRecvCopy; }
   bool is_compute() const { return kind <= Kind::kBackwardWeight; }
-  /// Reads parameters, which are gathered before where they are divided.
-  bool reads_parameters() const { return is_compute() || kind == Kind::kSendCopy; }
   /// Is about the stage as a whole, and not about a microbatch.
   bool is_of_stage() const { return kind >= Kind::kReduce && kind != Kind::kRecall; }
   /// Is added to a lowered schedule for a program's needs, see frame.h and unsharding.h.

@@ -33,39 +33,57 @@ std::vector<Frame::Copy> copies_of(const partitioner::Plan& plan) {
 
 CopiedTensors::CopiedTensors(const Frame::Copy& copy, const graph::Graph& graph,
                              const graph::TensorTable& table,
-                             const std::vector<std::optional<size_t>>& shard_of_value) {
+                             std::shared_ptr<dp::ShardedParameters> parameters,
+                             const std::vector<std::optional<size_t>>& shard_of_value)
+    : parameters_(std::move(parameters)) {
   for (const graph::ValueId id : copy.values) {
-    copied_.emplace_back(id, table.at(graph.values[id].name).tensor);
-    if (!shard_of_value.empty() && shard_of_value[id]) shards_.push_back(*shard_of_value[id]);
+    const std::optional<size_t> shard = parameters_ ? shard_of_value[id] : std::nullopt;
+    copied_.push_back({id, table.at(graph.values[id].name).tensor, shard});
   }
 }
 
-void CopiedTensors::send(comm::Communicator& pipeline, int to,
-                         const std::set<graph::ValueId>& unwritten) const {
-  std::vector<at::Tensor> sent;
-  std::vector<WorkPtr> sends;
-  for (const auto& [value, tensor] : copied_) {
-    if (unwritten.count(value) > 0) continue;
-    sent.push_back(tensor.detach().contiguous());
-    sends.push_back(pipeline.isend(sent.back(), to, kCopyTag));
+std::vector<CopiedTensors::Copied> CopiedTensors::written(const Unwritten& unwritten) const {
+  std::vector<Copied> result;
+  for (const Copied& copied : copied_) {
+    if (unwritten.count(copied.value) == 0) result.push_back(copied);
   }
-  for (const WorkPtr& sending : sends) sending->wait();
+  return result;
+}
+
+void CopiedTensors::send(comm::Communicator& pipeline, int to, const Unwritten& unwritten) const {
+  std::vector<std::pair<at::Tensor, WorkPtr>> sends;
+  const auto wait = [&] {
+    for (const auto& [message, sending] : sends) sending->wait();
+    sends.clear();
+  };
+  for (const auto& [value, tensor, shard] : written(unwritten)) {
+    if (shard) {
+      parameters_->gather(*shard);
+      parameters_->wait(*shard);
+    }
+    const at::Tensor message = tensor.detach().contiguous();
+    sends.emplace_back(message, pipeline.isend(message, to, kCopyTag));
+    if (!shard) continue;
+    wait();
+    parameters_->release(*shard);
+  }
+  wait();
 }
 
 void CopiedTensors::receive(comm::Communicator& pipeline, int from,
-                            const std::set<graph::ValueId>& unwritten) const {
+                            const Unwritten& unwritten) const {
   const at::NoGradGuard no_grad;
-  for (const auto& [value, tensor] : copied_) {
-    if (unwritten.count(value) > 0) continue;
+  for (const auto& [value, tensor, shard] : written(unwritten)) {
     const at::Tensor message = at::empty(tensor.sizes(), tensor.options());
     pipeline.recv(message, from, kCopyTag);
     tensor.detach().copy_(message);
   }
 }
 
-int64_t CopiedTensors::nbytes() const {
+int64_t CopiedTensors::nbytes(const Unwritten& unwritten) const {
   int64_t bytes = 0;
-  for (const auto& [value, tensor] : copied_) bytes += static_cast<int64_t>(tensor.nbytes());
+  for (const auto& [value, tensor, shard] : written(unwritten))
+    bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
 }
 

@@ -9,13 +9,14 @@
 
 namespace smp::pipeline {
 
-void DeviceClock::mark() {
+int64_t DeviceClock::mark() {
   c10::Event event = graph::timed_event(device_);
   if (marks_.empty()) {
     event.synchronize();
     first_ = TimelineRecorder::now();
   }
   marks_.push_back(std::move(event));
+  return static_cast<int64_t>(marks_.size()) - 1;
 }
 
 std::vector<int64_t> DeviceClock::times() const {

@@ -17,8 +17,8 @@ class DeviceClock {
   explicit DeviceClock(c10::Device device) : device_(device) {}
 
   /// Notes the point behind all that this thread's current stream of the device was given. The
-  /// first time it waits until the device is there.
-  void mark();
+  /// first time it waits until the device is there. Returns the point's number, from 0.
+  int64_t mark();
 
   /// When the device came to each point, in ns, on the clock of `TimelineRecorder::now`. Waits
   /// until it has come to the last.

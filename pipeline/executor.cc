@@ -61,16 +61,26 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward) 
   return most;
 }
 
-Executor::Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
+Executor::Executor(Schedule schedule, const PartitionedGraph& partitioned, const Setup& setup,
                    std::shared_ptr<comm::ChannelPool> channels, int ahead)
     : schedule_(std::move(schedule)),
-      edges_(std::move(edges)),
-      stage_edges_(stage_edges(edges_)),
-      pool_(std::move(channels)),
-      device_(graph.device()) {
+      partitioned_(partitioned),
+      setup_(setup),
+      stage_edges_(stage_edges(partitioned.edges)),
+      pool_(std::move(channels)) {
   const int credit = least_credit(schedule_, ahead);
   verify(schedule_, stage_edges_, VerifyOptions().credit(credit));
-  take_ports(graph, credit);
+  SMP_INTERNAL_ASSERT(setup.gradients != nullptr || !schedule_.has_backward(),
+                      "a step with backwards has sums of gradients");
+  take_ports(credit);
+  make_stages();
+  find_copies();
+  for (const Action& action : schedule_.actions(rank())) {
+    program_.push_back(resolve(action));
+    if (action.is_recv()) ++program_.back().channel->messages;
+  }
+  if (setup.sharded) find_shards();
+  if (setup.uses_device_graphs) make_device_graphs();
 }
 
 /// After an error a message may still be on its way, from memory that goes now.
@@ -82,25 +92,44 @@ Executor::~Executor() {
   }
 }
 
-void Executor::add_stage(std::unique_ptr<Stage> stage) {
-  const int index = stage->index();
-  SMP_INTERNAL_ASSERT(stage->program().has_backward == schedule_.has_backward(index), "stage ",
-                      index, " and the schedule differ in whether it has a backward");
-  stages_[index] = std::move(stage);
+void Executor::make_stages() {
+  for (int index = 0; index < schedule_.stages(); ++index) {
+    if (schedule_.rank_of(index) != rank()) continue;
+    SMP_INTERNAL_ASSERT(partitioned_.has_backward[index] == schedule_.has_backward(index), "stage ",
+                        index, " and the schedule differ in whether it has a backward");
+    stages_[index] = std::make_unique<Stage>(partitioned_, index, schedule_.microbatches(),
+                                             setup_.table, setup_.regions, setup_.store);
+  }
 }
 
-void Executor::take_ports(const graph::Graph& graph, int credit) {
+void Executor::make_device_graphs() {
+  device_graphs_ = std::make_unique<StepDeviceGraphs>(
+      partitioned_.facts.graph.device(), schedule_.actions(rank()), schedule_.microbatches(),
+      setup_.requires_device_graphs);
+  for (const auto& [index, stage] : stages_) device_graphs_->add_stage(*stage);
+}
+
+void Executor::find_copies() {
+  for (const Frame::Copy& copy : setup_.copies) {
+    if (schedule_.rank_of(copy.from) != rank() && schedule_.rank_of(copy.to) != rank()) continue;
+    copies_.try_emplace({copy.from, copy.to}, copy, partitioned_.facts.graph, setup_.table,
+                        setup_.sharded, setup_.shard_of_value);
+  }
+}
+
+void Executor::take_ports(int credit) {
   const int me = rank();
   std::vector<comm::ChannelSpec> outgoing, incoming;
   std::vector<Channel*> senders, receivers;
-  for (size_t i = 0; i < edges_.size(); ++i) {
+  for (size_t i = 0; i < partitioned_.edges.size(); ++i) {
     for (const bool is_backward : {false, true}) {
-      const Edge& edge = edges_[i];
+      const Edge& edge = partitioned_.edges[i];
       const int source = schedule_.rank_of(is_backward ? edge.to : edge.from);
       const int target = schedule_.rank_of(is_backward ? edge.from : edge.to);
       const int held = messages_held(schedule_, edge.from, edge.to, is_backward);
       if (held == 0 || source == target || (source != me && target != me)) continue;
-      MessageLayout layout(metas(graph, is_backward ? edge.returning() : edge.values));
+      MessageLayout layout(
+          metas(partitioned_.facts.graph, is_backward ? edge.returning() : edge.values));
       Channel& channel = channels_
                              .try_emplace(std::make_pair(static_cast<int>(i), is_backward),
                                           Channel{std::move(layout)})
@@ -129,48 +158,23 @@ void Executor::Channel::begin_step() const {
   }
 }
 
-/// Looks up the needs of the actions.
-void Executor::resolve() {
-  for (const Action& action : schedule_.actions(rank())) {
-    program_.push_back(resolve(action));
-    if (action.is_recv()) ++program_.back().channel->messages;
-  }
-  if (parameters_) find_shards();
-}
-
-void Executor::use_shards(std::shared_ptr<dp::ShardedParameters> parameters,
-                          std::vector<std::optional<size_t>> shard_of_value,
-                          const std::vector<int>& regions) {
-  parameters_ = std::move(parameters);
-  shard_of_value_ = std::move(shard_of_value);
-  for (const auto& [index, stage] : stages_) {
-    const StageProgram& program = stage->program();
-    shards_[index] = {shards_of(program.read_in_forward()),
-                      shards_of(program.read_in_backward(regions))};
-    stage->forget_casts_of_microbatches();
-  }
-}
-
 std::vector<size_t> Executor::shards_of(const std::vector<graph::ValueId>& parameters) const {
   std::vector<size_t> result;
   for (graph::ValueId id : parameters) {
-    if (shard_of_value_[id]) result.push_back(*shard_of_value_[id]);
+    if (setup_.shard_of_value[id]) result.push_back(*setup_.shard_of_value[id]);
   }
   return result;
 }
 
-void Executor::use_frame(const graph::Graph& graph, const std::vector<Frame::Copy>& copies,
-                         const graph::TensorTable& table, std::map<int, SharedOutputs> outputs) {
-  for (const Frame::Copy& copy : copies) {
-    if (schedule_.rank_of(copy.from) != rank() && schedule_.rank_of(copy.to) != rank()) continue;
-    copies_.try_emplace({copy.from, copy.to}, copy, graph, table, shard_of_value_);
-  }
-  outputs_ = std::move(outputs);
-}
-
-/// Actions that read parameters get those that are divided, and the actions around them those of
-/// all between.
+/// Computes get the divided parameters that they read, and the actions around them those of all
+/// between.
 void Executor::find_shards() {
+  std::map<std::pair<int, bool>, std::vector<size_t>> read;  // shards by stage and direction
+  for (const auto& [index, stage] : stages_) {
+    read[{index, false}] = shards_of(stage->program().read_in_forward());
+    read[{index, true}] = shards_of(stage->program().read_in_backward(setup_.regions));
+    stage->forget_casts_of_microbatches();
+  }
   std::map<int, Instruction*> unsharded;  // unshards by stage
   for (Instruction& instruction : program_) {
     const Action& action = instruction.action;
@@ -178,10 +182,8 @@ void Executor::find_shards() {
     if (action.kind == Action::Kind::kReshard) {
       instruction.shards = unsharded.at(action.stage)->shards;
     }
-    if (!action.reads_parameters()) continue;
-    instruction.shards = instruction.copies     ? instruction.copies->shards()
-                         : action.is_backward() ? shards_.at(action.stage).backward
-                                                : shards_.at(action.stage).forward;
+    if (!action.is_compute()) continue;
+    instruction.shards = read.at({action.stage, action.is_backward()});
     instruction.waits = instruction.waits || !instruction.shards.empty();
     if (instruction.shards.empty()) continue;
     auto& gathered = unsharded.at(action.stage)->shards;
@@ -198,25 +200,27 @@ Executor::Instruction Executor::resolve(const Action& action) {
   const auto stage = stages_.find(action.stage);
   if (stage != stages_.end()) result.stage = stage->second.get();
   if (action.is_transfer()) {
-    const int edge = known_edge(action);
+    const auto edge = static_cast<int>(edge_of(action, stage_edges_));
+    SMP_INTERNAL_ASSERT(edge < static_cast<int>(stage_edges_.size()), to_string(action),
+                        " has no edge in the plan");
     result.channel = &channels_.at({edge, action.is_backward()});
     result.message = &result.stage->message(action.microbatch, edge, action.is_backward());
   }
   if (action.is_compute()) result.hand_overs = hand_overs_of(action);
   if (action.is_copy()) result.copies = &copies_.at(stages_of(action));
-  if (action.kind == Action::Kind::kOutputs) result.outputs = &outputs_.at(action.stage);
+  if (action.kind == Action::Kind::kOutputs) result.outputs = &setup_.outputs.at(action.stage);
   result.waits = action.is_compute() ? result.stage->program().calls_foreign
                                      : !action.is_recv() && action.kind != Action::Kind::kRecall;
   return result;
 }
 
 /// Between stages of this rank there is no transfer: one's result has arrived at the other.
-std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
+std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) const {
   const bool is_backward = action.is_backward();
   std::vector<HandOver> result;
   if (is_backward && !action.makes_input_gradients()) return result;
-  for (size_t i = 0; i < edges_.size(); ++i) {
-    const Edge& edge = edges_[i];
+  for (size_t i = 0; i < partitioned_.edges.size(); ++i) {
+    const Edge& edge = partitioned_.edges[i];
     const int source = is_backward ? edge.to : edge.from;
     const int target = is_backward ? edge.from : edge.to;
     const bool nothing = is_backward && !edge.needs_gradient();
@@ -229,32 +233,24 @@ std::vector<Executor::HandOver> Executor::hand_overs_of(const Action& action) {
   return result;
 }
 
-int Executor::known_edge(const Action& transfer) const {
-  const size_t edge = edge_of(transfer, stage_edges_);
-  SMP_INTERNAL_ASSERT(edge < edges_.size(), to_string(transfer), " has no edge in the plan");
-  return static_cast<int>(edge);
-}
-
-std::vector<int64_t> Executor::message_bytes() const {
+std::vector<int64_t> Executor::message_bytes(const CopiedTensors::Unwritten& unwritten) const {
   std::vector<int64_t> bytes;
-  for (const Action& action : schedule_.actions(rank())) bytes.push_back(message_bytes(action));
+  for (const Instruction& action : program_) {
+    bytes.push_back(action.copies    ? action.copies->nbytes(unwritten)
+                    : action.outputs ? action.outputs->nbytes()
+                    : action.channel ? action.channel->layout.nbytes()
+                                     : 0);
+  }
   return bytes;
 }
 
-int64_t Executor::message_bytes(const Action& action) const {
-  if (action.is_copy()) return copies_.at(stages_of(action)).nbytes();
-  if (action.kind == Action::Kind::kOutputs) return outputs_.at(action.stage).nbytes();
-  if (!action.is_transfer()) return 0;
-  return channels_.at({known_edge(action), action.is_backward()}).layout.nbytes();
-}
-
-std::string Executor::describe() const {
+std::string Executor::describe(const CopiedTensors::Unwritten& unwritten) const {
   std::ostringstream out;
   for (const auto& [index, stage] : stages_) out << stage->program().describe();
   out << "actions" << (device_graphs_ ? ", of which those that are captured run as graphs" : "")
       << "\n";
   const auto& actions = schedule_.actions(rank());
-  const auto bytes = message_bytes();
+  const auto bytes = message_bytes(unwritten);
   for (size_t i = 0; i < actions.size(); ++i) {
     out << "  " << to_string(actions[i]);
     if (bytes[i] > 0) out << ", " << bytes[i] << " bytes";
@@ -263,23 +259,14 @@ std::string Executor::describe() const {
   return out.str();
 }
 
-void Executor::use_device_graphs(bool required) {
-  device_graphs_ = std::make_unique<StepDeviceGraphs>(device_, schedule_.actions(rank()),
-                                                      schedule_.microbatches(), required);
-  for (const auto& [index, stage] : stages_) device_graphs_->add_stage(*stage);
-}
-
 /// The reductions of the list are armed before the computations that complete them.
 void Executor::begin_step(const Step& step) {
-  SMP_INTERNAL_ASSERT(gradients_ != nullptr || !schedule_.has_backward(),
-                      "a step with backwards has sums of gradients");
-  if (program_.empty()) resolve();
   if (device_graphs_) device_graphs_->begin_step(step.why_no_device_graphs);
   for (const auto& [index, stage] : stages_) stage->begin_step();
   for (const auto& [key, channel] : channels_) channel.begin_step();
   for (const Instruction& instruction : program_) {
     if (instruction.action.kind != Action::Kind::kReduce) continue;
-    gradients_->arm(instruction.stage->program().consumed);
+    setup_.gradients->arm(instruction.stage->program().consumed);
   }
   for (Observer* observer : step.observers) observer->on_step_begin();
 }
@@ -308,18 +295,18 @@ StepResults Executor::run(const Step& step) {
 }
 
 void Executor::execute(const Instruction& instruction, const Step& step, StepResults& results) {
+  const Action& action = instruction.action;
   if (instruction.waits) hand_over();
-  if (instruction.action.reads_parameters()) {
-    for (const size_t shard : instruction.shards) parameters_->wait(shard);
+  if (action.is_compute() && !instruction.shards.empty()) {
+    for (const size_t shard : instruction.shards) setup_.sharded->wait(shard);
+    for (Observer* observer : step.observers) observer->on_gathered();
   }
-  switch (instruction.action.kind) {
+  switch (action.kind) {
     case Action::Kind::kForward:
-      forward(instruction, step, results);
-      break;
     case Action::Kind::kBackward:
     case Action::Kind::kBackwardInput:
     case Action::Kind::kBackwardWeight:
-      backward(instruction, step);
+      compute(instruction, step, results);
       break;
     case Action::Kind::kSendForward:
     case Action::Kind::kSendBackward:
@@ -330,31 +317,27 @@ void Executor::execute(const Instruction& instruction, const Step& step, StepRes
       receive(instruction);
       break;
     case Action::Kind::kReduce:
-      gradients_->complete(instruction.stage->program().consumed);
+      setup_.gradients->complete(instruction.stage->program().consumed);
       break;
     case Action::Kind::kRecall:
-      instruction.stage->state(instruction.action.microbatch).prefetch();
+      instruction.stage->state(action.microbatch).prefetch();
       break;
     case Action::Kind::kSendCopy:
-      instruction.copies->send(*pool_->group(), schedule_.rank_of(instruction.action.peer),
-                               step.unwritten);
+      instruction.copies->send(pipeline(), schedule_.rank_of(action.peer), step.unwritten);
       break;
     case Action::Kind::kRecvCopy:
-      instruction.copies->receive(*pool_->group(), schedule_.rank_of(instruction.action.peer),
-                                  step.unwritten);
+      instruction.copies->receive(pipeline(), schedule_.rank_of(action.peer), step.unwritten);
       break;
     case Action::Kind::kOutputs:
-      instruction.outputs->share(*pool_->group(), schedule_.rank_of(instruction.action.stage),
-                                 results);
+      instruction.outputs->share(pipeline(), schedule_.rank_of(action.stage), results);
       break;
     case Action::Kind::kUnshard:
-      for (const size_t shard : instruction.shards) parameters_->gather(shard);
+      for (const size_t shard : instruction.shards) setup_.sharded->gather(shard);
       break;
     case Action::Kind::kReshard:
-      for (const size_t shard : instruction.shards) parameters_->release(shard);
+      for (const size_t shard : instruction.shards) setup_.sharded->release(shard);
       break;
   }
-  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 /// Waits for the copy of a message that is on its way, and sends it.
@@ -399,25 +382,23 @@ void Executor::prepare(Stage& stage, int microbatch, const Step& step) {
   if (record != step.records->end()) stage.state(microbatch).record = &record->second;
 }
 
-void Executor::forward(const Instruction& instruction, const Step& step, StepResults& results) {
-  Stage& stage = *instruction.stage;
-  const int microbatch = instruction.action.microbatch;
-  const auto& inputs = step.microbatches[microbatch].inputs;
-  const graph::RandomKey& key = step.microbatches[microbatch].key;
-  const bool is_launched =
-      device_graphs_ && device_graphs_->forward(instruction.action, inputs, key, results);
-  if (!is_launched) {
-    prepare(stage, microbatch, step);
-    stage.forward(microbatch, inputs, key, results);
-  }
-}
-
-void Executor::backward(const Instruction& instruction, const Step& step) {
+void Executor::compute(const Instruction& instruction, const Step& step, StepResults& results) {
   const Action& action = instruction.action;
-  const bool is_launched =
-      device_graphs_ &&
-      device_graphs_->backward(action, step.microbatches[action.microbatch].key, *gradients_);
-  if (!is_launched) instruction.stage->backward(action, gradients_);
+  Stage& stage = *instruction.stage;
+  const Microbatch& operands = step.microbatches[action.microbatch];
+  if (action.is_backward()) {
+    const bool is_launched =
+        device_graphs_ && device_graphs_->backward(action, operands.key, *setup_.gradients);
+    if (!is_launched) stage.backward(action, setup_.gradients);
+  } else {
+    const bool is_launched =
+        device_graphs_ && device_graphs_->forward(action, operands.inputs, operands.key, results);
+    if (!is_launched) {
+      prepare(stage, action.microbatch, step);
+      stage.forward(action.microbatch, operands.inputs, operands.key, results);
+    }
+  }
+  for (const HandOver& next : instruction.hand_overs) next.from->swap(*next.to);
 }
 
 }  // namespace smp::pipeline

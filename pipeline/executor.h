@@ -6,7 +6,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -37,12 +36,31 @@ int messages_held(const Schedule& schedule, int from, int to, bool is_backward);
 /// An executor belongs to one thread.
 class Executor {
  public:
+  /// The needs of all steps on this rank besides their schedule: tensors, and how to run on them.
+  struct Setup {
+    const graph::TensorTable& table;  ///< parameters and buffers
+    /// Takes the gradients of the parameters whose stages reduce; null: no stage has a backward.
+    GradientSums* gradients = nullptr;
+    std::vector<int> regions = {};                        ///< see `Stage`
+    std::shared_ptr<graph::TensorStore> store = nullptr;  ///< see `Stage`
+    /// Divided parameters, which are gathered and freed as the schedule says, and per value of the
+    /// graph its number among them, if it is one; null and empty: none is divided.
+    std::shared_ptr<dp::ShardedParameters> sharded = nullptr;
+    std::vector<std::optional<size_t>> shard_of_value = {};
+    std::vector<Frame::Copy> copies = {};       ///< those of the schedule (frame.h)
+    std::map<int, SharedOutputs> outputs = {};  ///< outputs that go to all ranks, by stage
+    /// Whether computations run as device graphs, and whether all have to: see `StepDeviceGraphs`.
+    bool uses_device_graphs = false;
+    bool requires_device_graphs = false;
+  };
+
+  /// For the stages of `partitioned`, which outlives it; so do `setup` and all that it refers to.
   /// Takes ports of `channels`: collective over its group, whose ranks are those of the schedule.
   /// Executors with the same pool run one after the other, on all ranks in one order. The ports
   /// take `ahead` messages beyond those held, or more where sends would wait in a circle. Throws a
-  /// `CommError` when there is not the memory for them, and the error of `verify` if the schedule
-  /// cannot run to its end on them.
-  Executor(Schedule schedule, const graph::Graph& graph, std::vector<Edge> edges,
+  /// `CommError` when there is not the memory for them, the error of `verify` if the schedule
+  /// cannot run to its end on them, and those of `StepDeviceGraphs`.
+  Executor(Schedule schedule, const PartitionedGraph& partitioned, const Setup& setup,
            std::shared_ptr<comm::ChannelPool> channels, int ahead);
   ~Executor();
   Executor(const Executor&) = delete;
@@ -50,34 +68,14 @@ class Executor {
 
   const Schedule& schedule() const { return schedule_; }
 
-  /// Describes this rank's step: its stages, then its actions, a line for each.
-  std::string describe() const;
+  /// Describes this rank's step: its stages, then its actions, a line for each. `unwritten`: as of
+  /// `Step`.
+  std::string describe(const CopiedTensors::Unwritten& unwritten) const;
 
-  /// Every stage of this rank, before the first run.
-  void add_stage(std::unique_ptr<Stage> stage);
-  Stage& stage(int index) { return *stages_.at(index); }
+  /// The stages of this rank, by number.
   const std::map<int, std::unique_ptr<Stage>>& stages() const { return stages_; }
-  /// The bytes of each action's message, 0 where it has none.
-  std::vector<int64_t> message_bytes() const;
-  /// Gathers and frees divided parameters as the schedule says. `shard_of_value`: per value of the
-  /// graph the number of the parameter in `parameters`, if it is one. `regions`: as for
-  /// `Stage`. After the stages, and before the first run.
-  void use_shards(std::shared_ptr<dp::ShardedParameters> parameters,
-                  std::vector<std::optional<size_t>> shard_of_value,
-                  const std::vector<int>& regions);
-
-  /// Copies tensors and gives outputs to all ranks where the schedule says so (frame.h). `table`
-  /// has the tensors of parameters and buffers. After `use_shards`, and before the first run.
-  void use_frame(const graph::Graph& graph, const std::vector<Frame::Copy>& copies,
-                 const graph::TensorTable& table, std::map<int, SharedOutputs> outputs);
-
-  /// Takes the gradients of the parameters whose stages reduce, and outlives this. Before the first
-  /// run, if a stage has a backward.
-  void set_gradients(GradientSums* gradients) { gradients_ = gradients; }
-
-  /// Has the stages' computations run as device graphs, see `StepDeviceGraphs`. After the
-  /// stages, and before the first run.
-  void use_device_graphs(bool required);
+  /// The bytes of each action's message, 0 where it has none. `unwritten`: as of `Step`.
+  std::vector<int64_t> message_bytes(const CopiedTensors::Unwritten& unwritten) const;
 
   /// The operands of a microbatch.
   struct Microbatch {
@@ -91,8 +89,7 @@ class Executor {
   /// The operands of a step, but for messages.
   struct Step {
     std::vector<Microbatch> microbatches;
-    /// Buffers that no step has written: copies of them need not be made anew. Equal on all ranks.
-    std::set<graph::ValueId> unwritten;
+    CopiedTensors::Unwritten unwritten;
     /// See `StepResults`.
     bool keeps_history = false;
     bool keeps_losses = false;
@@ -144,45 +141,36 @@ class Executor {
     const CopiedTensors* copies = nullptr;   // tensors of a copy
     const SharedOutputs* outputs = nullptr;  // outputs that go to all ranks
   };
-  /// The divided parameters that a stage's computes read.
-  struct Shards {
-    std::vector<size_t> forward, backward;
-  };
 
   void begin_step(const Step& step);
   void execute(const Instruction& instruction, const Step& step, StepResults& results);
-  int rank() const { return pool_->group()->rank(); }
-  void take_ports(const graph::Graph& graph, int credit);
-  void resolve();
+  comm::Communicator& pipeline() const { return *pool_->group(); }
+  int rank() const { return pipeline().rank(); }
+  void take_ports(int credit);
+  void make_stages();
+  void find_copies();
   Instruction resolve(const Action& action);
   void find_shards();
+  void make_device_graphs();
   std::vector<size_t> shards_of(const std::vector<graph::ValueId>& parameters) const;
-  std::vector<HandOver> hand_overs_of(const Action& action);
-  int known_edge(const Action& transfer) const;
+  std::vector<HandOver> hand_overs_of(const Action& action) const;
   void send(const Instruction& instruction);
   void receive(const Instruction& instruction);
   void hand_over();
   static void prepare(Stage& stage, int microbatch, const Step& step);
-  int64_t message_bytes(const Action& action) const;
-  void forward(const Instruction& instruction, const Step& step, StepResults& results);
-  void backward(const Instruction& instruction, const Step& step);
+  void compute(const Instruction& instruction, const Step& step, StepResults& results);
 
-  Schedule schedule_;
-  std::vector<Edge> edges_;
-  std::vector<StageEdge> stage_edges_;  // the same
-  std::shared_ptr<comm::ChannelPool> pool_;
-  const at::Device device_;  // on which the graph computes
+  const Schedule schedule_;
+  const PartitionedGraph& partitioned_;
+  const Setup& setup_;
+  const std::vector<StageEdge> stage_edges_;  // edges of `partitioned_`
+  const std::shared_ptr<comm::ChannelPool> pool_;
   std::map<int, std::unique_ptr<Stage>> stages_;
-  std::unique_ptr<StepDeviceGraphs> device_graphs_;   // null: operator by operator
-  std::map<std::pair<int, bool>, Channel> channels_;  // channels by edge and direction
+  std::unique_ptr<StepDeviceGraphs> device_graphs_;      // null: operator by operator
+  std::map<std::pair<int, bool>, Channel> channels_;     // channels by edge and direction
+  std::map<std::pair<int, int>, CopiedTensors> copies_;  // copies by owner and reader
   std::vector<Instruction> program_;
   std::optional<Outgoing> outgoing_;
-  GradientSums* gradients_ = nullptr;
-  std::map<std::pair<int, int>, CopiedTensors> copies_;  // copies by owner and reader
-  std::map<int, SharedOutputs> outputs_;                 // outputs by stage
-  std::shared_ptr<dp::ShardedParameters> parameters_;    // null: none is divided
-  std::vector<std::optional<size_t>> shard_of_value_;
-  std::map<int, Shards> shards_;  // shards by stage
 };
 
 }  // namespace smp::pipeline

@@ -18,10 +18,7 @@ using Kind = Action::Kind;
 std::vector<Action> copies_on(int rank, const Schedule& schedule, const Frame& frame) {
   std::vector<Action> actions;
   for (const Frame::Copy& copy : frame.copies) {
-    const bool sends = schedule.rank_of(copy.from) == rank;
-    if (sends && copy.is_divided) actions.push_back(unshard_of(copy.from));
-    if (sends) actions.push_back(send_copy(copy.from, copy.to));
-    if (sends && copy.is_divided) actions.push_back(reshard_of(copy.from));
+    if (schedule.rank_of(copy.from) == rank) actions.push_back(send_copy(copy.from, copy.to));
     if (schedule.rank_of(copy.to) == rank) actions.push_back(recv_copy(copy.to, copy.from));
   }
   return actions;
@@ -53,14 +50,12 @@ std::vector<int> check_list(const Schedule& schedule, int rank) {
   for (size_t i = 0; i < actions.size(); ++i) {
     const Action& action = actions[i];
     const std::pair<int, int> microbatch(action.stage, action.microbatch);
-    const auto at = [&] {
-      return c10::str("schedule: rank ", rank, " at action ", i, " (", to_string(action), "): ");
-    };
+    const auto at = [&] { return schedule.at(rank, i); };
     SMP_CHECK(outputs.empty() || action.kind == Kind::kOutputs, at(),
               "the outputs of a step are its last actions.");
     if (action.kind == Kind::kOutputs) outputs.push_back(action.stage);
     if (action.is_copy()) {
-      SMP_CHECK(!has_begun, at(), "copies come before all computes and transfers.");
+      SMP_CHECK(!has_begun, at(), "copies come before all computes, transfers and unshards.");
       SMP_CHECK(copied < stages_of(action), at(),
                 "copies go in ascending order of owner and reader, each once, so that no ranks "
                 "wait for each other.");
@@ -71,7 +66,8 @@ std::vector<int> check_list(const Schedule& schedule, int rank) {
       SMP_CHECK(recalled.insert(microbatch).second, at(), "it was recalled already.");
     }
     if (action.makes_input_gradients()) gone_back.insert(microbatch);
-    has_begun = has_begun || action.is_compute() || action.is_transfer();
+    has_begun =
+        has_begun || action.is_compute() || action.is_transfer() || action.kind == Kind::kUnshard;
   }
   return outputs;
 }

@@ -18,7 +18,6 @@ struct Frame {
     int from = 0;
     int to = 0;
     std::vector<graph::ValueId> values = {};
-    bool is_divided = false;  ///< replicas divide some of them
   };
 
   std::vector<Copy> copies;  ///< in ascending order of (from, to)
@@ -29,15 +28,16 @@ struct Frame {
   int loading_horizon = 0;
 };
 
-/// Adds to a lowered schedule the actions of the frame: first the copies, gathered on their owner
-/// where they are divided; recalls before computes; at the end the outputs, on every rank.
+/// Adds to a lowered schedule the actions of the frame: first the copies; recalls before computes;
+/// at the end the outputs, on every rank.
 Schedule with_frame(const Schedule& lowered, const Frame& frame);
 
 /// Throws `smp::Error` that names the first rank, position and action at fault unless:
 ///
-/// - copies come before all computes and transfers, each is sent once and received once, and every
-///   rank has them in ascending order of (owner, reader). Then the first copy that is left has both
-///   of its ranks ready, so that none waits for ever, whatever a send waits for;
+/// - copies come before all computes, transfers and unshards, so that nothing is gathered beside a
+///   parameter on its way; each is sent once and received once, and every rank has them in
+///   ascending order of (owner, reader). Then the first copy that is left has both of its ranks
+///   ready, so that none waits for ever, whatever a send waits for;
 /// - each microbatch is recalled at most once on a stage, before its backward;
 /// - the outputs are the last actions, the same in the same order on all ranks.
 ///

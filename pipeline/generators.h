@@ -72,7 +72,7 @@ Schedule forward_only(const ScheduleOptions& options);
 
 /// Made from `costs` and `memory_limit`: the best of all schedules that fit and of orders built
 /// action by action under several rules, improved by exchanging neighbours on the critical path.
-/// Splits backwards where `costs` has their halves and it helps. Throws `smp::ConfigError` when
+/// Splits backwards where `costs` has their halves and it helps. Throws `smp::PartitionError` when
 /// the memory limit of a rank does not hold even one microbatch.
 Schedule list_schedule(const ScheduleOptions& options);
 

@@ -65,7 +65,9 @@ bool is_autocast(const Operator& op, const Value& argument) {
   return is_on && op.handle.hasKernelForDispatchKey(key);
 }
 
-/// Whether libtorch computes each layer of an LSTM by one function, oneDNN's.
+/// Whether libtorch computes each layer of an LSTM by one function, oneDNN's. A CPU without
+/// instructions for bfloat16 does not in that type, and keeps more: the ranks are not asked for
+/// theirs, since all have to come to one schedule.
 bool is_one_function(const Graph& graph, const Operator& op) {
   const c10::FunctionSchema& schema = op.handle.schema();
   if (schema.name() != "aten::lstm" || schema.overload_name() != "input") return false;

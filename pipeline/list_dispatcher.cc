@@ -126,13 +126,7 @@ class Dispatcher {
     }
   }
 
-  /// The most that a microbatch takes from its forward to the end of its first backward half.
-  double kept(int stage) const {
-    const auto& costs = flow_.costs();
-    const auto index = static_cast<size_t>(stage);
-    const double gradients = split_ ? costs.gradients_for_weights[index] : 0;
-    return std::max(costs.kept[index] + gradients, costs.kept_for_weights[index]);
-  }
+  double kept(int stage) const { return kept_by_one(flow_.costs(), stage, split_); }
 
   double change_of_memory(const Action& action) const {
     const double for_weights = flow_.costs().kept_for_weights[static_cast<size_t>(action.stage)];
@@ -285,6 +279,13 @@ class Dispatcher {
 };
 
 }  // namespace
+
+double kept_by_one(const StageCosts& costs, int stage, bool split) {
+  const auto index = static_cast<size_t>(stage);
+  if (!split) return costs.kept[index];
+  return std::max(costs.kept[index] + costs.gradients_for_weights[index],
+                  costs.kept_for_weights[index]);
+}
 
 double memory_limit_of(const ScheduleOptions& options, int rank) {
   if (options.memory_limit().empty()) return kInfinity;

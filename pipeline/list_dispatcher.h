@@ -9,6 +9,10 @@ namespace smp::pipeline {
 /// The memory that a rank may keep, with a margin for rounding; infinity: all.
 double memory_limit_of(const ScheduleOptions& options, int rank);
 
+/// The most that a microbatch keeps on a stage, from its forward to the end of its backward or,
+/// where that is split, of the first half.
+double kept_by_one(const StageCosts& costs, int stage, bool split);
+
 /// How to choose among actions that a rank could do.
 struct DispatchRule {
   bool backward_first;

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <limits>
@@ -36,23 +38,39 @@ bool fits(const ActionOrder& order, const ScheduleOptions& options) {
   return true;
 }
 
+/// The memory that each rank needs for one microbatch.
+std::vector<double> needed_by_one(const ScheduleOptions& options, bool split) {
+  std::vector<double> needed(static_cast<size_t>(options.ranks()), 0);
+  for (int stage = 0; stage < options.stages(); ++stage) {
+    const int rank = options.rank_of_stage()[static_cast<size_t>(stage)];
+    needed[static_cast<size_t>(rank)] += kept_by_one(options.costs(), stage, split);
+  }
+  return needed;
+}
+
 void check_memory_limit(const ScheduleOptions& options) {
   const auto& limit = options.memory_limit();
   if (limit.empty()) return;
   SMP_CHECK_WITH(ConfigError, limit.size() == static_cast<size_t>(options.ranks()),
                  "schedule option memory_limit: expected one number for each of ", options.ranks(),
                  " ranks, got ", limit.size(), ".");
-  std::vector<double> needed(limit.size(), 0);
-  for (int stage = 0; stage < options.stages(); ++stage) {
-    const auto index = static_cast<size_t>(stage);
-    needed[static_cast<size_t>(options.rank_of_stage()[index])] +=
-        std::max(options.costs().kept[index], options.costs().kept_for_weights[index]);
-  }
+  const std::vector<double> needed = needed_by_one(options, /*split=*/false);
   for (size_t rank = 0; rank < limit.size(); ++rank) {
-    SMP_CHECK_WITH(ConfigError, needed[rank] <= limit[rank], "schedule option memory_limit: rank ",
-                   rank, " may keep ", limit[rank], ", but one microbatch needs ", needed[rank],
+    const bool has_room = needed[rank] <= memory_limit_of(options, static_cast<int>(rank));
+    SMP_CHECK_WITH(PartitionError, has_room, "schedule option memory_limit: rank ", rank,
+                   " may keep ", fmt::format("{}", limit[rank]), ", but one microbatch needs ",
+                   fmt::format("{}", needed[rank]),
                    " there. Use more microbatches or partitions, or raise the limit.");
   }
+}
+
+/// Whether every rank can split the backward of one microbatch.
+bool halves_fit(const ScheduleOptions& options) {
+  const std::vector<double> needed = needed_by_one(options, /*split=*/true);
+  for (int rank = 0; rank < options.ranks(); ++rank) {
+    if (needed[static_cast<size_t>(rank)] > memory_limit_of(options, rank)) return false;
+  }
+  return true;
 }
 
 // --- improving an order -----------------------------------------------------------------------
@@ -320,7 +338,7 @@ Schedule list_schedule(const ScheduleOptions& given) {
   check_memory_limit(options);
   const StageFlow flow(options);
   auto best = search_orders(flow, options, /*split_backwards=*/false);
-  if (options.costs().can_split()) {
+  if (options.costs().can_split() && halves_fit(options)) {
     auto other = search_orders(flow, options, /*split_backwards=*/true);
     if (clearly_less(other.makespan, best.makespan)) best = std::move(other);
   }

@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "pipeline/generators.h"
+#include "pipeline/simulator.h"
 
 namespace smp::pipeline {
 namespace {
@@ -103,9 +103,24 @@ class CostMeter {
   Samples waits_[2];     // for the others, from the end of their send on
 };
 
+/// Gives ranks that would keep more than they may the computes of `schedule` again.
+void keep_where_too_large(const Schedule& schedule, const ScheduleOptions& options,
+                          Schedule& exchanged) {
+  const auto peaks =
+      simulate(lower(exchanged, options.edges()), options.edges(), options.costs()).peak_memory;
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    const auto index = static_cast<size_t>(rank);
+    if (peaks[index] <= options.memory_limit()[index] * (1 + kRounding)) continue;
+    exchanged.actions(rank).clear();
+    for (const Action& action : schedule.actions(rank)) {
+      if (action.is_compute()) exchanged.actions(rank).push_back(action);
+    }
+  }
+}
+
 }  // namespace
 
-Schedule exchange_backwards(const Schedule& schedule, const std::vector<StageEdge>& edges) {
+Schedule exchange_backwards(const Schedule& schedule, const ScheduleOptions& options) {
   Schedule order = schedule.without_actions();
   for (int rank = 0; rank < schedule.ranks(); ++rank) {
     auto& actions = order.actions(rank);
@@ -121,7 +136,8 @@ Schedule exchange_backwards(const Schedule& schedule, const std::vector<StageEdg
       }
     }
   }
-  return lower(order, edges);
+  if (!options.memory_limit().empty()) keep_where_too_large(schedule, options, order);
+  return lower(order, options.edges());
 }
 
 StageCosts measured_costs(const std::vector<Timeline>& recorded,

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "pipeline/costs.h"
+#include "pipeline/generators.h"
 #include "pipeline/schedule.h"
 #include "pipeline/timeline.h"
 
@@ -11,9 +12,9 @@ namespace smp::pipeline {
 
 /// The same order of computes with its backwards the other way round: each whole one in two halves,
 /// one right after the other, and each split one whole where its first half was. Steps of both show
-/// the cost of either kind of backward on every stage. No rank keeps more than under `schedule`.
-/// `schedule` is verified; the transfers are made anew.
-Schedule exchange_backwards(const Schedule& schedule, const std::vector<StageEdge>& edges);
+/// the cost of either kind of backward on every stage. A rank where halves would keep more than its
+/// memory limit has those of `schedule`, which is verified; the transfers are made anew.
+Schedule exchange_backwards(const Schedule& schedule, const ScheduleOptions& options);
 
 /// The costs of stages and transfers in recorded steps, in us: medians over steps and microbatches,
 /// and of several replicas the slowest. The times of unrecorded ones, and the memory of all, are

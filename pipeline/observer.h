@@ -16,6 +16,8 @@ class Observer {
   /// The `index`-th action of the list begins, or has been done.
   virtual void on_begin(size_t /*index*/, const Action& /*action*/) {}
   virtual void on_end(size_t /*index*/, const Action& /*action*/) {}
+  /// Between both, where the action reads divided parameters: they are there.
+  virtual void on_gathered() {}
   virtual void on_step_end() {}
 };
 

@@ -9,6 +9,7 @@
 
 #include "graph/alias_analysis.h"
 #include "graph/visit.h"
+#include "partitioner/units.h"
 #include "pipeline/kept_for_weights.h"
 
 namespace smp::pipeline {
@@ -136,11 +137,33 @@ class CostPredictor {
   StageCosts costs_;
 };
 
+/// Lets stages keep as much between halves as their units do. Each unit splits its own backward, so
+/// gradients wait between units, too.
+void keep_as_units_do(const Graph& graph, const Plan& plan,
+                      const std::vector<int>& unit_of_operator, StageCosts& costs) {
+  const Plan units = partitioner::divided_into_units(graph, plan, unit_of_operator);
+  // Memory of one microbatch, which depends on nothing else of a step.
+  const auto prediction = partitioner::predict(graph, units, partitioner::StepModel());
+  const StageCosts of_units = predicted_costs(graph, units, edges_of(graph, units), prediction);
+  const std::vector<double> none(plan.stages(), 0);
+  costs.kept_for_weights = costs.gradients_for_weights = none;
+  int before = -1;
+  for (size_t i = 0; i < graph.operators.size(); ++i) {
+    const int unit = units.stage_of_operator[i], stage = plan.stage_of_operator[i];
+    if (std::exchange(before, unit) == unit) continue;
+    costs.kept_for_weights[stage] += of_units.kept_for_weights[unit];
+    costs.gradients_for_weights[stage] += of_units.gradients_for_weights[unit];
+  }
+}
+
 }  // namespace
 
 StageCosts predicted_costs(const Graph& graph, const Plan& plan, const std::vector<Edge>& edges,
                            const partitioner::Prediction& prediction) {
-  return CostPredictor(graph, plan, edges).run(prediction);
+  StageCosts costs = CostPredictor(graph, plan, edges).run(prediction);
+  const partitioner::Units& units = prediction.units;
+  if (units.count() > 0) keep_as_units_do(graph, plan, units.of_operator, costs);
+  return costs;
 }
 
 }  // namespace smp::pipeline

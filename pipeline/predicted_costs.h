@@ -18,6 +18,9 @@ namespace smp::pipeline {
 /// Half of the backward time of operators that read parameters is for the parameters' gradients: a
 /// matrix product has one product for each. A stage that sends no gradient back has nothing to do
 /// in the first half.
+///
+/// Where the prediction has units, the bytes between halves are at least those of a rank that runs
+/// each half unit by unit.
 StageCosts predicted_costs(const graph::Graph& graph, const partitioner::Plan& plan,
                            const std::vector<Edge>& edges,
                            const partitioner::Prediction& prediction);

@@ -21,9 +21,9 @@ double most(const std::vector<double>& numbers) {
 /// Why the memory limit does not hold it.
 core::Refusal why_too_large(const Simulation& simulation, const std::vector<double>& limit) {
   for (size_t rank = 0; rank < limit.size(); ++rank) {
-    if (simulation.peak_memory[rank] > limit[rank]) {
-      return c10::str("rank ", rank, " would keep ", simulation.peak_memory[rank],
-                      ", more than its limit of ", limit[rank]);
+    if (simulation.peak_memory[rank] > limit[rank] * (1 + kRounding)) {
+      return fmt::format("rank {} would keep {}, more than its limit of {}", rank,
+                         simulation.peak_memory[rank], limit[rank]);
     }
   }
   return std::nullopt;

@@ -44,8 +44,8 @@ enum class ListSearch {
 
 /// Makes every schedule that has a backward for `options`, and simulates it with their costs. Those
 /// that need the stages elsewhere, whose costs are not known, or that keep more than the memory
-/// limit are refused. Throws `smp::ConfigError` when options are out of range or the memory limit
-/// of a rank does not hold even one microbatch.
+/// limit are refused. Throws `smp::ConfigError` when options are out of range, and
+/// `smp::PartitionError` when the memory limit of a rank does not hold even one microbatch.
 ///
 /// A pure function: the same on every rank that is given the same numbers.
 ScheduleRanking rank_schedules(const ScheduleOptions& options,

@@ -236,6 +236,11 @@ bool Schedule::has_backward() const {
          backward_of_stage_.end();
 }
 
+std::string Schedule::at(int rank, size_t position) const {
+  return c10::str("schedule: rank ", rank, " at action ", position, " (",
+                  to_string(actions(rank).at(position)), "): ");
+}
+
 std::string to_string(const Schedule& schedule) {
   std::string text =
       c10::str("schedule ranks=", schedule.ranks(), " microbatches=", schedule.microbatches(),

@@ -65,6 +65,9 @@ class Schedule {
   }
   std::vector<Action>& actions(int rank) { return actions_.at(static_cast<size_t>(rank)); }
 
+  /// The place of an action in errors: "schedule: rank 1 at action 7 (1RECV_F2<0): ".
+  std::string at(int rank, size_t position) const;
+
   /// The actions of all ranks.
   const std::vector<std::vector<Action>>& lists() const { return actions_; }
   std::vector<std::vector<Action>>& lists() { return actions_; }

@@ -142,8 +142,9 @@ double Simulation::bubble() const {
 }
 
 Simulation simulate(const Schedule& schedule, const std::vector<StageEdge>& edges,
-                    const StageCosts& costs) {
-  verify(schedule, edges, VerifyOptions().credit(schedule.microbatches()));
+                    const StageCosts& costs, const std::vector<double>& memory_limit) {
+  verify(schedule, edges,
+         VerifyOptions().credit(schedule.microbatches()).memory_limit(memory_limit).costs(costs));
   SMP_CHECK_WITH(ConfigError, costs.can_split() || !splits_backward(schedule),
                  "schedule costs: the schedule splits backwards, but costs.backward_input and "
                  "costs.backward_weight are empty. Give the times of both halves.");

@@ -37,10 +37,10 @@ struct Simulation {
 
 /// Runs the schedule in virtual time: computes and sends take the time in `costs`, sends do not
 /// wait, a message arrives `latency` after its send, reduces take nothing. Throws `smp::Error` when
-/// `verify` does (with channels large enough for everything), and `smp::ConfigError` when `costs`
-/// do not fit or have no halves for a backward that is split.
+/// `verify` does (with channels large enough for everything, and with `memory_limit`), and
+/// `smp::ConfigError` when `costs` do not fit or have no halves for a backward that is split.
 Simulation simulate(const Schedule& schedule, const std::vector<StageEdge>& edges,
-                    const StageCosts& costs);
+                    const StageCosts& costs, const std::vector<double>& memory_limit = {});
 
 /// A picture, one line for each rank and one cell for each slot of `slot` units of time:
 ///

@@ -17,8 +17,8 @@ Stage::Stage(const PartitionedGraph& partitioned, int index, int microbatches,
       segment_(program_.facts, program_.operators, program_.kept, region_of_operator),
       store_(std::move(store)),
       shares_casts_(microbatches > 1),
+      tensors_{{}, {}, *partitioned.environment},
       states_(microbatches) {
-  tensors_.environment.resize(program_.graph.values.size());
   for (const auto& parameter : program_.parameters) {
     const std::string& name = program_.graph.values[parameter.value].name;
     tensors_.parameters.push_back({table.at(name).tensor, {}});

@@ -91,7 +91,7 @@ void StageProgram::find_operators(const partitioner::Plan& plan) {
     const auto position = static_cast<int>(i);
     returned.push_back(position);
     const ValueId output = graph.outputs[i];
-    if (output != kUndefined && on_shared_memory(output)) copied.insert(position);
+    if (output != kUndefined && facts.aliases.of(output).outlives_run()) copied.insert(position);
   }
 }
 
@@ -116,10 +116,6 @@ void StageProgram::find_kept() {
   }
   all.erase(kUndefined);
   kept.assign(all.begin(), all.end());
-}
-
-bool StageProgram::on_shared_memory(ValueId value) const {
-  return facts.aliases.of(value).outlives_run();
 }
 
 bool StageProgram::writes(ValueId value) const {

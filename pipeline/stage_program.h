@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <set>
 #include <string>
 #include <vector>
@@ -9,25 +10,30 @@
 #include "core/refusal.h"
 #include "graph/graph.h"
 #include "graph/graph_facts.h"
+#include "graph/replay.h"
 #include "partitioner/plan.h"
 #include "pipeline/edges.h"
 
 namespace smp::pipeline {
 
-/// A graph that a plan divides into stages, with all that is found once for all of them. Refers to
-/// what it is made of.
+/// A graph that a plan divides into stages, with all that its stages share. Refers to what it is
+/// made of, and belongs to the thread of its stages.
 struct PartitionedGraph {
   PartitionedGraph(const graph::Graph& graph, const partitioner::Plan& plan,
                    const std::vector<Edge>& edges)
       : plan(plan),
         edges(edges),
         facts(graph),
-        has_backward(backward_of_stage(graph, plan, edges)) {}
+        has_backward(backward_of_stage(graph, plan, edges)),
+        environment(std::make_unique<graph::Environment>(graph.values.size())) {}
 
   const partitioner::Plan& plan;
   const std::vector<Edge>& edges;
   const graph::GraphFacts facts;
   const std::vector<bool> has_backward;  ///< one for each stage
+  /// The environment of the forward that runs, whatever its stage; empty between forwards. It is as
+  /// large as the graph, so hundreds of stages cannot have one each.
+  const std::unique_ptr<graph::Environment> environment;
 };
 
 /// The part of a graph that is one stage's, as it is for all microbatches: its operators, the
@@ -88,9 +94,6 @@ struct StageProgram {
   bool reads_input(size_t position) const;
   /// Whether an operator of the stage writes the value's memory.
   bool writes(graph::ValueId value) const;
-  /// Whether a value lies on the memory of a parameter, a buffer, an input or a constant, which
-  /// outlives the microbatch.
-  bool on_shared_memory(graph::ValueId value) const;
   /// The position among `own_edges` of an edge at one end of which is this stage.
   size_t place_of(int edge) const;
   /// Ordinals of its random operators, ascending.

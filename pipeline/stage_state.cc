@@ -104,6 +104,20 @@ void give_losses(const StageProgram& program, const Environment& environment, in
   }
 }
 
+/// A returned tensor with its history, which ends in the leaves of this stage. The microbatches of
+/// the next step have the same leaves: a backward through it would be added to theirs.
+at::Tensor with_history(const at::Tensor& value) {
+  if (!value.requires_grad()) return value;
+  const at::Tensor kept = graph::as_view(value);
+  kept.register_hook([](const at::Tensor& /*gradient*/) {
+    core::fail<UsageError>(
+        "a tensor that the step function returned with its history (detach_outputs(false)) was "
+        "differentiated, and no parameter gets a gradient by that. Call model->backward(tensor) "
+        "inside the step function");
+  });
+  return kept;
+}
+
 void give_outputs(const StageProgram& program, const Environment& environment, int microbatch,
                   StepResults& results) {
   for (int position : program.returned) {
@@ -111,7 +125,8 @@ void give_outputs(const StageProgram& program, const Environment& environment, i
     if (id == kUndefined) continue;
     // The history of an evaluation ends with its stage.
     const bool keeps_history = results.keeps_history && program.graph.trains();
-    const at::Tensor value = keeps_history ? environment[id] : environment[id].detach();
+    const at::Tensor value =
+        keeps_history ? with_history(environment[id]) : environment[id].detach();
     // Later microbatches and updates go on writing buffers and parameters.
     const bool is_copied = program.copied.count(position) > 0;
     results.outputs.push_back({position, microbatch, is_copied ? value.clone() : value});

@@ -55,7 +55,7 @@ struct StageTensors {
   };
   std::vector<Parameter> parameters;  ///< and buffers, as in the program
   std::vector<at::Tensor> contents;   ///< constants and literals, as in the program
-  graph::Environment environment;     ///< environment of the forward that runs
+  graph::Environment& environment;    ///< see `PartitionedGraph`
 };
 
 /// One microbatch on a stage: its messages and, between its forward and its backward, the autograd

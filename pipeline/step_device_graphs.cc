@@ -97,7 +97,8 @@ core::Refusal StepDeviceGraphs::capture() {
       capture_all();
       return std::nullopt;
     } catch (const c10::Error& error) {
-      forget_captures();
+      for (auto& [index, graphs] : graphs_) graphs.stage().forget_microbatches();
+      forget_graphs();
       const bool lacks_memory = dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr;
       if (again || !lacks_memory) return error.what_without_backtrace();
     }
@@ -106,11 +107,6 @@ core::Refusal StepDeviceGraphs::capture() {
     c10::getDeviceAllocator(device_.type())->emptyCache();
   }
   return std::nullopt;
-}
-
-void StepDeviceGraphs::forget_captures() {
-  for (auto& [index, graphs] : graphs_) graphs.stage().forget_microbatches();
-  forget_graphs();
 }
 
 /// The computations of stages that are captured, from where no forward waits for its backward to

@@ -65,7 +65,6 @@ class StepDeviceGraphs {
   std::vector<Block> blocks() const;
   bool serves(const Block& captured, const Block& block) const;
   size_t capture(const std::vector<Block>& blocks);
-  void forget_captures();
   void forget_graphs();
   void wait_for_launches();
   bool are_valid() const;

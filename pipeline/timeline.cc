@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/table.h"
 #include "partitioner/format.h"
-#include "partitioner/table.h"
 
 namespace smp::pipeline {
 namespace {
@@ -145,6 +145,27 @@ std::vector<std::string_view> used_columns(const StepTimeline& step) {
   return used;
 }
 
+/// The actions of units put together by stages.
+Lane lane_of_stages(const Lane& units, const std::vector<int>& stage_of_unit) {
+  Lane result{units.replica, units.rank, {}, {}, units.reductions};
+  std::map<std::tuple<Kind, int, int, int>, size_t> positions;  // positions in `result`
+  for (TimedAction timed : units.actions) {
+    Action& action = timed.action;
+    action.stage = stage_of_unit.at(static_cast<size_t>(action.stage));
+    if (action.peer >= 0) action.peer = stage_of_unit.at(static_cast<size_t>(action.peer));
+    const bool gathers = action.kind == Kind::kUnshard || action.kind == Kind::kReshard;
+    const std::tuple key(action.kind, action.stage, action.microbatch, action.peer);
+    if (gathers || positions.emplace(key, result.actions.size()).second) {
+      result.actions.push_back(timed);
+      continue;
+    }
+    TimedAction& whole = result.actions[positions.at(key)];
+    timed.start -= whole.end - whole.start;
+    whole = timed;
+  }
+  return result;
+}
+
 }  // namespace
 
 // --- recording --------------------------------------------------------------------------------
@@ -197,6 +218,13 @@ void TimelineRecorder::begin_step(int64_t number) {
   RankTimeline::Step& step = timeline_.steps[begun_++];
   step.number = number;
   current_ = step.records.data();
+}
+
+void TimelineRecorder::resolve(const std::vector<int64_t>& times) {
+  for (ActionRecord& record : timeline_.steps[begun_ - 1].records) {
+    record = {times.at(static_cast<size_t>(record.start)),
+              times.at(static_cast<size_t>(record.end))};
+  }
 }
 
 RankTimeline TimelineRecorder::finish() const {
@@ -339,6 +367,14 @@ Timeline make_timeline(std::string title, const Schedule& schedule,
   return timeline;
 }
 
+Timeline timeline_of_stages(const Timeline& units, const std::vector<int>& stage_of_unit) {
+  Timeline result{units.title, units.unit, units.measured, std::nullopt};
+  for (StepTimeline& step : result.measured) {
+    for (Lane& lane : step.lanes) lane = lane_of_stages(lane, stage_of_unit);
+  }
+  return result;
+}
+
 std::vector<Delivery> deliveries_of(const StepTimeline& step) {
   using Key = std::tuple<int, Kind, int, int, int>;
   const auto key = [](const Lane& lane, const Action& action) {
@@ -429,9 +465,9 @@ std::string to_string(const Timeline& timeline) {
   std::string text;
   for (const StepTimeline& step : shown_steps(timeline)) {
     const auto rows = table_of(step, timeline);
-    partitioner::Table table;
+    core::Table table;
     for (const std::string& heading : rows.front()) {
-      table.column(heading, partitioner::Table::Align::kRight);
+      table.column(heading, core::Table::Align::kRight);
     }
     for (size_t row = 1; row < rows.size(); ++row) table.row(rows[row]);
     text += (text.empty() ? "" : "\n") + headline(step, timeline) + "\n\n" + table.to_string();

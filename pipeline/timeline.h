@@ -80,6 +80,8 @@ class TimelineRecorder {
   /// The times of an action of this step. Successive actions can share a reading: one's end is the
   /// next one's start.
   void record(size_t action, int64_t start, int64_t end) { current_[action] = {start, end}; }
+  /// After this step, if its times were recorded as positions in `times`: these.
+  void resolve(const std::vector<int64_t>& times);
   /// After this step: its reductions.
   void record_reductions(std::vector<ReductionRecord> reductions) {
     timeline_.steps[begun_ - 1].reductions = std::move(reductions);
@@ -187,6 +189,13 @@ StepTimeline predicted_timeline(const Simulation& simulation);
 /// ranks recorded different steps, or a rank is missing or there twice.
 Timeline make_timeline(std::string title, const Schedule& schedule,
                        const std::vector<RankTimeline>& recorded, const Simulation* predicted);
+
+/// The measured steps of units (`order_of_units`) as steps of their stages, without a prediction
+/// and lengths of messages. The actions of one kind that are about the same stages and microbatch
+/// are one: it ends with the last of them and takes as long as all together, without the time
+/// between, in which a rank waits for parameters. Only those that gather and free parameters stay
+/// apart.
+Timeline timeline_of_stages(const Timeline& units, const std::vector<int>& stage_of_unit);
 
 /// A send and the receive that waited for it, as lanes and positions in them.
 struct Delivery {

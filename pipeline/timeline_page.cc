@@ -1,13 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/timeline_page.h"
 
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
-#include "core/check.h"
+#include "core/json.h"
 #include "core/text.h"
 #include "core/web_page.h"
 #include "pipeline/trace.h"
@@ -71,14 +68,6 @@ json to_json(const StepTimeline& step, const Timeline& timeline) {
           {"transfers", transfers}};
 }
 
-void write(const std::string& text, const std::string& path) {
-  std::ofstream out(path, std::ios::binary);
-  out << text << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), path,
-                 ": the timeline cannot be written: ", std::strerror(errno),
-                 ". Give a path in a folder that can be written.");
-}
-
 }  // namespace
 
 std::string page_data(const Timeline& timeline) {
@@ -107,8 +96,9 @@ TimelineFiles timeline_files(const std::string& path) {
 
 TimelineFiles write_timeline(const Timeline& timeline, const std::string& path) {
   TimelineFiles files = timeline_files(path);
-  write(to_html(timeline), files.page);
-  write(to_trace(timeline), files.trace);
+  constexpr const char* kFailure = "the timeline cannot be written";
+  core::write_file(files.page, to_html(timeline), kFailure);
+  core::write_file(files.trace, to_trace(timeline), kFailure);
   return files;
 }
 

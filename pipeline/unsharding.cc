@@ -73,6 +73,17 @@ std::vector<Action> unsharding_list(const std::vector<Action>& actions,
   return inserted(actions, added);
 }
 
+/// The elements that the unshard at `position` gathers: those read until the stage is freed.
+int64_t gathered_at(const std::vector<Action>& actions, size_t position, const StageReads& reads) {
+  int64_t elements = 0;
+  for (size_t i = position; i < actions.size(); ++i) {
+    if (actions[i].stage != actions[position].stage) continue;
+    if (actions[i].kind == Action::Kind::kReshard) break;
+    if (actions[i].is_compute()) elements = std::max(elements, reads.of(actions[i]));
+  }
+  return elements;
+}
+
 }  // namespace
 
 Schedule order_of_units(const Schedule& schedule, const std::vector<int>& stage_of_unit,
@@ -115,20 +126,17 @@ void verify_unsharding(const Schedule& schedule, const std::vector<StageReads>& 
     const auto& actions = schedule.actions(rank);
     for (size_t i = 0; i < actions.size(); ++i) {
       const Action& action = actions[i];
-      const auto at = [&] {
-        return c10::str("schedule: rank ", rank, " at action ", i, " (", to_string(action), "): ");
-      };
+      const auto at = [&] { return schedule.at(rank, i); };
       const StageReads& of_stage = reads.at(static_cast<size_t>(action.stage));
       if (action.kind == Action::Kind::kUnshard) {
-        const bool is_new = unsharded.emplace(action.stage, 0).second;
+        const bool is_new =
+            unsharded.emplace(action.stage, gathered_at(actions, i, of_stage)).second;
         SMP_CHECK(is_new, at(), "the stage is unsharded already.");
       } else if (action.kind == Action::Kind::kReshard) {
         SMP_CHECK(unsharded.erase(action.stage) == 1, at(), "the stage is not unsharded.");
       } else if (action.is_compute() && of_stage.of(action) > 0) {
-        const auto found = unsharded.find(action.stage);
-        SMP_CHECK(found != unsharded.end(), at(),
+        SMP_CHECK(unsharded.count(action.stage) > 0, at(),
                   "it reads divided parameters, and its stage is not unsharded.");
-        found->second = std::max(found->second, of_stage.of(action));
       }
       int64_t live = 0;
       for (const auto& [stage, elements] : unsharded) live += elements;

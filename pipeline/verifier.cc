@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "pipeline/verifier.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <string>
@@ -89,13 +91,17 @@ class ScheduleVerifier {
     for (int rank = 0; rank < schedule_.ranks(); ++rank) {
       const double limit = limits.at(static_cast<size_t>(rank));
       KeptMemory kept(costs);
+      size_t most = 0;
       const auto& actions = schedule_.actions(rank);
       for (size_t i = 0; i < actions.size(); ++i) {
+        const double before = kept.peak();
         if (schedule_.has_backward(actions[i].stage)) kept.add(actions[i]);
-        SMP_CHECK(kept.peak() <= limit * (1 + kRounding), at(rank, i), "makes the rank keep ",
-                  kept.peak(), ", memory_limit allows ", limit,
-                  ". Run a backward first, or raise memory_limit.");
+        if (kept.peak() > before) most = i;
       }
+      SMP_CHECK_WITH(PartitionError, kept.peak() <= limit * (1 + kRounding), at(rank, most),
+                     "makes the rank keep ", fmt::format("{}", kept.peak()),
+                     ", memory_limit allows ", fmt::format("{}", limit),
+                     ". Run a backward first, or raise memory_limit.");
     }
   }
 
@@ -109,12 +115,7 @@ class ScheduleVerifier {
     return schedule_.rank_of(edge.from) != schedule_.rank_of(edge.to);
   }
 
-  /// "schedule: rank 1 at action 7 (1RECV_F2<0): "
-  std::string at(int rank, size_t position) const {
-    const auto& action = schedule_.actions(rank)[position];
-    return c10::str("schedule: rank ", rank, " at action ", position, " (", to_string(action),
-                    "): ");
-  }
+  std::string at(int rank, size_t position) const { return schedule_.at(rank, position); }
 
   std::string malformed(int rank, const Action& action) const {
     const int stage = action.stage;

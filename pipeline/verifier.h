@@ -36,7 +36,8 @@ struct VerifyOptions {
 ///   a reduce after the stage's last weight gradients;
 /// - no rank has more than `active_microbatches` in flight, from the first forward of a
 ///   microbatch on the rank to its last B or W there, since activations are kept until then;
-/// - no rank keeps more than its `memory_limit` (but for rounding);
+/// - no rank keeps more than its `memory_limit` (but for rounding); this one is a `PartitionError`,
+///   and names the action after which the rank keeps most;
 /// - there is no deadlock: with channels of `credit` messages all ranks reach their end. The
 ///   error then names the awaited action of each rank in the circle.
 void verify(const Schedule& schedule, const std::vector<StageEdge>& edges,

@@ -137,7 +137,7 @@ std::shared_ptr<dp::ParameterPieces> Model::pieces() {
   for (const at::Tensor& tensor : trained) names.push_back(runtime_->table().at(tensor).name);
   pieces_ = std::make_shared<dp::ParameterPieces>(std::move(trained), std::move(names),
                                                   runtime_->replicas(), bucket_bytes());
-  runtime_->table().set_pieces(pieces_, runtime_->topology().pieces(), /*are_shards=*/false);
+  runtime_->table().set_pieces(pieces_, runtime_->topology().pieces());
   return pieces_;
 }
 

@@ -116,6 +116,10 @@ std::shared_ptr<Runtime> Runtime::get_shared() {
 
 bool Runtime::exists() { return thread_runtime() != nullptr || process_runtime() != nullptr; }
 
+bool Runtime::is_alone_in_process() const {
+  return world()->size() == 1 || process_runtime().get() == this;
+}
+
 void Runtime::set_for_process(std::shared_ptr<Runtime> runtime) {
   if (runtime) core::set_process_status(runtime->status());
   process_runtime() = std::move(runtime);

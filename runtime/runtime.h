@@ -46,6 +46,8 @@ class Runtime : public Job {
   static Runtime& get();
   static std::shared_ptr<Runtime> get_shared();
   static bool exists();
+  /// Whether no other rank is a thread of this process.
+  bool is_alone_in_process() const;
   /// Sets the runtime of the process, or of this thread, and its status; null ends it, but for the
   /// status of the process, which goes on until the ranks have parted.
   static void set_for_process(std::shared_ptr<Runtime> runtime);

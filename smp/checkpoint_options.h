@@ -51,6 +51,10 @@ struct LoadOptions {
   /// Gives the model's parameters the values of the `smp::Ema` of this name that the checkpoint
   /// has, for programs that evaluate, and `load_into_module`; empty: their own.
   TORCH_ARG(std::string, average) = "";
+  /// `load_into_module` only: the one of several models that had this name
+  /// (`ModelOptions::name`); empty: the checkpoint is of one model without a name, or the module
+  /// has each model as a child of its name.
+  TORCH_ARG(std::string, model) = "";
   /// False: the optimizer is left as it is.
   TORCH_ARG(bool, load_optimizer) = true;
   /// False: of the optimizer's state only master weights are loaded, as documented for sharded data

@@ -235,8 +235,8 @@ class SMP_API Config {
   Config& gradient_shards(int64_t value) { return set("gradient_shards", value); }
   int64_t gradient_shards() const { return std::get<int64_t>(get("gradient_shards")); }
 
-  /// The seed of the random operators inside steps. -1 draws it from the default generator of world
-  /// rank 0 at the first step, so that `torch::manual_seed` decides. An integer >= -1. Default: -1.
+  /// The seed of the random operators inside steps. -1 takes the seed of world rank 0's default
+  /// generator at the first step, which `torch::manual_seed` sets. An integer >= -1. Default: -1.
   Config& seed(int64_t value) { return set("seed", value); }
   int64_t seed() const { return std::get<int64_t>(get("seed")); }
 

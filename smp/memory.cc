@@ -9,16 +9,16 @@
 
 #include "comm/device/ipc.h"
 #include "core/status.h"
+#include "core/table.h"
 #include "partitioner/format.h"
-#include "partitioner/table.h"
 #include "smp/init.h"
 #include "smp/objects.h"
 
 namespace smp {
 namespace {
 
+using core::Table;
 using partitioner::format_bytes;
-using partitioner::Table;
 
 constexpr auto kAll = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 

@@ -71,8 +71,9 @@ class SMP_API ModelCore {
   /// The tensors that the optimizer of this rank updates, each once, by the name of its parameter:
   /// with `shard_optimizer_state` this replica's pieces of the local parameters, one-dimensional
   /// tensors on their memory whose `.grad` is that piece of the gradient; otherwise the local
-  /// parameters. Meant for code that clips or reads gradients. Throw `UsageError` before
-  /// partitioning.
+  /// parameters. Meant for code that clips or reads gradients: other replicas do not see a write of
+  /// a piece after `optimizer.step()`, and the next step or save throws `UsageError`. Throw it
+  /// before partitioning.
   std::vector<at::Tensor> local_virtual_parameters() const;
   TensorDict virtual_named_parameters() const;
 
@@ -84,9 +85,10 @@ class SMP_API ModelCore {
   torch::OrderedDict<std::string, std::shared_ptr<torch::nn::Module>> local_named_modules() const;
 
   /// Copies of all parameters and buffers, whole, on every rank; with `gather_to_rank0` on mp_rank
-  /// 0 of each replica only, and an empty dictionary on the others. Collective over the pipeline
-  /// and its tensor-parallel groups, and with sharded data parallelism over the world: all ranks
-  /// must call it, or the others wait until the time-out.
+  /// 0 of each replica only, and an empty dictionary on the others. Before partitioning they are
+  /// the values with which training begins, those of world rank 0. Collective over the pipeline
+  /// and its tensor-parallel groups, and with sharded data parallelism or before partitioning over
+  /// the world: all ranks must call it, or the others wait until the time-out.
   TensorDict state_dict(bool gather_to_rank0 = false) const;
   /// Copies of the values that this rank owns: of a divided parameter its part, with sharded data
   /// parallelism its one-dimensional shard. Not collective.

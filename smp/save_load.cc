@@ -215,7 +215,7 @@ RemovableHandle register_checkpoint_tensors(
 
 void load_into_module(const std::string& path, torch::nn::Module& module,
                       const LoadOptions& options) {
-  checkpoint::load_into_module(module, path, {options.strict(), options.convert()},
+  checkpoint::load_into_module(module, path, {options.strict(), options.convert(), options.model()},
                                options.average());
 }
 

@@ -226,7 +226,7 @@ T load(const std::string& path, bool partial = true) {
 }
 
 /// Loads the model of a checkpoint into a plain module of this process; needs no `init`. The
-/// options `strict`, `convert` and `average` count. Checks as `load` does.
+/// options `strict`, `convert`, `average` and `model` count. Checks as `load` does.
 SMP_API void load_into_module(const std::string& path, torch::nn::Module& module,
                               const LoadOptions& options = {});
 

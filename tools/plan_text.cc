@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/table.h"
 #include "partitioner/best_order.h"
 #include "partitioner/cost.h"
 #include "partitioner/cuts.h"
@@ -18,16 +19,15 @@
 #include "partitioner/order.h"
 #include "partitioner/predict.h"
 #include "partitioner/report.h"
-#include "partitioner/table.h"
 
 namespace smp::tools {
 namespace {
 
+using core::Table;
 using graph::Graph;
 using nlohmann::ordered_json;
 using partitioner::format_bytes;
 using partitioner::format_time;
-using partitioner::Table;
 
 Table table_of(const std::vector<const char*>& headings) {
   Table table;

@@ -2,10 +2,7 @@
 // smp_plan: plans a model from its saved graph, or draws a schedule, without running it.
 
 #include <CLI/CLI.hpp>
-#include <cerrno>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <iostream>
 #include <string>
 #include <utility>
@@ -102,12 +99,9 @@ class Parameters {
 void write(const std::string& text, const std::string& path) {
   if (path.empty()) {
     std::cout << text << std::flush;
-    return;
+  } else {
+    core::write_file(path, text, "cannot be written");
   }
-  std::ofstream out(path, std::ios::binary);
-  out << text << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), path, ": cannot be written: ", std::strerror(errno),
-                 ". Give a path in a folder that can be written.");
 }
 
 /// The configuration with the microbatches that a rank runs: with tensor parallelism those of its

@@ -93,14 +93,10 @@ class SmpBackend final : public c10d::Backend {
   void abort() override { group_->abort("the c10d process group was aborted"); }
 
   Done allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    InOrder in_order;
-    std::vector<WorkPtr> works;
-    for (const at::Tensor& tensor : tensors) {
-      works.push_back(
-          group_->async().all_reduce(in_order.update(tensor), reduce_op(options.reduceOp)));
-    }
-    return collective({OpType::ALLREDUCE, "all_reduce"}, std::move(works), in_order.copy_back(),
-                      tensors, tensors);
+    const auto start = [&](InOrder& in_order, size_t i) {
+      return group_->async().all_reduce(in_order.update(tensors[i]), reduce_op(options.reduceOp));
+    };
+    return each({OpType::ALLREDUCE, "all_reduce"}, tensors, tensors, start);
   }
 
   Done allreduce_coalesced(Tensors& tensors,
@@ -109,35 +105,23 @@ class SmpBackend final : public c10d::Backend {
   }
 
   Done broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    InOrder in_order;
-    std::vector<WorkPtr> works;
-    for (const at::Tensor& tensor : tensors) {
-      works.push_back(
-          group_->async().broadcast(in_order.update(tensor), static_cast<int>(options.rootRank)));
-    }
-    return collective({OpType::BROADCAST, "broadcast"}, std::move(works), in_order.copy_back(),
-                      tensors, tensors);
+    const auto start = [&](InOrder& in_order, size_t i) {
+      return group_->async().broadcast(in_order.update(tensors[i]),
+                                       static_cast<int>(options.rootRank));
+    };
+    return each({OpType::BROADCAST, "broadcast"}, tensors, tensors, start);
   }
 
   Done _allgather_base(at::Tensor& output, at::Tensor& input,
                        const c10d::AllgatherOptions& /*options*/) override {
-    InOrder in_order;
-    const WorkPtr work = group_->async().all_gather(in_order.write(output), in_order.read(input));
-    return collective({OpType::_ALLGATHER_BASE, "_all_gather_base"}, {work}, in_order.copy_back(),
-                      {input}, {output});
+    return all_gather_each({OpType::_ALLGATHER_BASE, "_all_gather_base"}, {input}, {output});
   }
 
   Done allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                        const c10d::AllgatherOptions& /*options*/) override {
     check_as_many("allgather_into_tensor_coalesced", outputs.size(), inputs.size());
-    InOrder in_order;
-    std::vector<WorkPtr> works;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(
-          group_->async().all_gather(in_order.write(outputs[i]), in_order.read(inputs[i])));
-    }
-    return collective({OpType::COALESCED, "all_gather_into_tensor_coalesced"}, std::move(works),
-                      in_order.copy_back(), inputs, outputs);
+    return all_gather_each({OpType::COALESCED, "all_gather_into_tensor_coalesced"}, inputs,
+                           outputs);
   }
 
   // Here the outputs are by rank, and then by input.
@@ -181,24 +165,15 @@ class SmpBackend final : public c10d::Backend {
 
   Done _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                             const c10d::ReduceScatterOptions& options) override {
-    InOrder in_order;
-    const WorkPtr work = group_->async().reduce_scatter(
-        in_order.write(output), in_order.read(input), reduce_op(options.reduceOp));
-    return collective({OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base"}, {work},
-                      in_order.copy_back(), {input}, {output});
+    return reduce_scatter_each({OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base"}, {input},
+                               {output}, reduce_op(options.reduceOp));
   }
 
   Done reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                        const c10d::ReduceScatterOptions& options) override {
     check_as_many("reduce_scatter_tensor_coalesced", outputs.size(), inputs.size());
-    InOrder in_order;
-    std::vector<WorkPtr> works;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      works.push_back(group_->async().reduce_scatter(
-          in_order.write(outputs[i]), in_order.read(inputs[i]), reduce_op(options.reduceOp)));
-    }
-    return collective({OpType::COALESCED, "reduce_scatter_tensor_coalesced"}, std::move(works),
-                      in_order.copy_back(), inputs, outputs);
+    return reduce_scatter_each({OpType::COALESCED, "reduce_scatter_tensor_coalesced"}, inputs,
+                               outputs, reduce_op(options.reduceOp));
   }
 
   Done reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -332,6 +307,30 @@ class SmpBackend final : public c10d::Backend {
     ++collectives_;
     return c10::make_intrusive<GroupWork>(context_, call, std::move(works), std::move(after),
                                           inputs, results);
+  }
+
+  // One collective for each result, which `start` begins.
+  template <class Start>
+  Done each(const WorkCall& call, const Tensors& inputs, const Tensors& results,
+            const Start& start) {
+    InOrder in_order;
+    std::vector<WorkPtr> works;
+    for (size_t i = 0; i < results.size(); ++i) works.push_back(start(in_order, i));
+    return collective(call, std::move(works), in_order.copy_back(), inputs, results);
+  }
+
+  Done all_gather_each(const WorkCall& call, const Tensors& inputs, const Tensors& outputs) {
+    return each(call, inputs, outputs, [&](InOrder& in_order, size_t i) {
+      return group_->async().all_gather(in_order.write(outputs[i]), in_order.read(inputs[i]));
+    });
+  }
+
+  Done reduce_scatter_each(const WorkCall& call, const Tensors& inputs, const Tensors& outputs,
+                           ReduceOp op) {
+    return each(call, inputs, outputs, [&](InOrder& in_order, size_t i) {
+      return group_->async().reduce_scatter(in_order.write(outputs[i]), in_order.read(inputs[i]),
+                                            op);
+    });
   }
 
   Done message(const WorkCall& call, WorkPtr work, std::function<void()> after,

@@ -112,10 +112,9 @@ namespace {
 
 /// How ranks could send tensors from device to device, the same on all of them.
 struct Ways {
-  bool all_have_gpus;     ///< each rank has a GPU that NCCL knows
-  bool nccl;              ///< and of its own
-  DeviceIpc* ipc;         ///< null where not
-  core::Refusal refusal;  ///< why not, where it might have been
+  core::Refusal no_nccl;       ///< why NCCL cannot
+  DeviceIpc* ipc = nullptr;    ///< the memory that they share, in place of NCCL; null where not
+  core::Refusal refusal = {};  ///< why not, where it might have been
 };
 
 /// The use of memory that devices share, in place of NCCL or of host memory.
@@ -149,22 +148,24 @@ void find_ipc(Communicator& host, at::Device device, Ways& ways) {
   const IpcUse wanted = wanted_ipc(host);
   DeviceIpc* const ipc = is_one_process(host) ? &thread_memory() : device_ipc(device.type());
   const bool is_nccl_better =
-      ways.nccl && (wanted != IpcUse::kAlways || host.device_transport().only_nccl);
+      !ways.no_nccl && (wanted != IpcUse::kAlways || host.device_transport().only_nccl);
   if (ipc == nullptr || is_nccl_better) return;
   ways.refusal = wanted == IpcUse::kNone ? "SMP_DEVICE_IPC=0" : why_not_shared(host, *ipc, device);
-  if (ways.refusal) return;
-  ways.ipc = ipc;
-  ways.nccl = false;
+  if (!ways.refusal) ways.ipc = ipc;
 }
 
-std::string why_not_nccl(at::Device device, const Ways& ways) {
-  if (ways.all_have_gpus) return "ranks share a GPU";
+/// `gpus`: as `nccl_gpu` names them, by rank.
+core::Refusal why_not_nccl(at::Device device, const std::vector<std::string>& gpus) {
+  const std::set<std::string> different(gpus.begin(), gpus.end());
+  const bool all_have_gpus = different.count("") == 0;
+  if (all_have_gpus && different.size() == gpus.size()) return std::nullopt;
+  if (all_have_gpus) return "ranks share a GPU";
   if (!device.is_cuda()) return "NCCL knows GPUs only";
   if (!has_nccl()) return "this build has no NCCL (docs/cuda.md)";
   return "not every rank has its model on a GPU";
 }
 
-std::string route_text(const Communicator& host, at::Device device, const Ways& ways) {
+std::string route_text(const Communicator& host, const Ways& ways) {
   if (ways.ipc != nullptr) {
     return is_one_process(host) ? "on the device, since the ranks are threads of one process"
                                 : "through memory of the device that the processes share (IPC)";
@@ -173,8 +174,8 @@ std::string route_text(const Communicator& host, at::Device device, const Ways& 
   if (is_one_process(host)) {
     text = "from stage to stage on the device, since the ranks are threads of one process, else ";
   }
-  text += ways.nccl ? "over NCCL, from GPU to GPU: each rank has one of its own"
-                    : "through host memory: " + why_not_nccl(device, ways);
+  text += ways.no_nccl ? "through host memory: " + *ways.no_nccl
+                       : "over NCCL, from GPU to GPU: each rank has one of its own";
   if (ways.refusal) text += "; memory of the device cannot be shared (IPC): " + *ways.refusal;
   return text;
 }
@@ -188,25 +189,23 @@ CommunicatorPtr make_device_communicator(const CommunicatorPtr& host, at::Device
   }
   end_before_objects_of(device);
   const std::vector<std::string> gpus = all_gather_bytes(*host, nccl_gpu(device));
-  const std::set<std::string> different(gpus.begin(), gpus.end());
   const auto without = std::find(gpus.begin(), gpus.end(), "") - gpus.begin();
-  Ways ways{};
-  ways.all_have_gpus = without == host->size();
-  ways.nccl = ways.all_have_gpus && different.size() == gpus.size();
-  SMP_CHECK_WITH(ConfigError, ways.nccl || !only_nccl || gpus.size() == 1,
+  Ways ways{why_not_nccl(device, gpus)};
+  SMP_CHECK_WITH(ConfigError, !ways.no_nccl || !only_nccl || gpus.size() == 1,
                  "config key \"ddp_dist_backend\": \"nccl\" needs a GPU of its own on each rank, "
                  "and of group '",
                  host->name(), "' ",
-                 ways.all_have_gpus ? std::string("several ranks share one")
-                                    : c10::str("rank ", without, " has its model on none"),
+                 without == host->size() ? std::string("several ranks share one")
+                                         : c10::str("rank ", without, " has its model on none"),
                  ". Give each rank a GPU, smp::set_device(smp::local_rank()), or use \"auto\"");
   if (gpus.size() == 1) {
     return make_staged_communicator(host, device, nullptr);
   }
   find_ipc(*host, device, ways);
-  const CommunicatorPtr made = ways.nccl ? make_group_communicator(host, device, nccl_groups(host))
-                                         : make_staged_communicator(host, device, ways.ipc);
-  dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(*host, device, ways);
+  const CommunicatorPtr made = ways.no_nccl || ways.ipc != nullptr
+                                   ? make_staged_communicator(host, device, ways.ipc)
+                                   : make_group_communicator(host, device, nccl_groups(host));
+  dynamic_cast<DeviceCommunicator&>(*made).route_ = route_text(*host, ways);
   return made;
 }
 

@@ -290,7 +290,7 @@ void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint dea
   for (int peer = 0; peer < own.rank; ++peer) {
     const RankRecord& there = meeting.ranks[peer];
     try {
-      Descriptor socket = connect_to(there.address, there.port, deadline);
+      Socket socket = connect_to(there.address, there.port, deadline);
       // If the peer is gone by now, its connection tells when it is read.
       write_all(socket, &own, sizeof own, deadline);
       meeting.connections[peer] = std::move(socket);
@@ -303,7 +303,7 @@ void connect_to_lower_ranks(const Greeting& own, Meeting& meeting, TimePoint dea
 
 // A connection whose greeting is not complete.
 struct Newcomer {
-  Descriptor socket;
+  Socket socket;
   TimePoint came;
   Greeting greeting{};
   size_t read = 0;
@@ -321,9 +321,9 @@ struct Newcomer {
 };
 
 // Takes connections that have come in, as long as there are places.
-void accept_all(const Descriptor& listener, std::vector<Newcomer>& newcomers) {
+void accept_all(const Socket& listener, std::vector<Newcomer>& newcomers) {
   while (newcomers.size() < kMostNewcomers) {
-    std::optional<Descriptor> socket = accept_from(listener);
+    std::optional<Socket> socket = accept_from(listener);
     if (!socket) {
       return;
     }
@@ -333,7 +333,7 @@ void accept_all(const Descriptor& listener, std::vector<Newcomer>& newcomers) {
 
 // Takes the connections of the ranks above this one. Connections of others, which do not know the
 // world's number, are dropped, and keep no rank waiting.
-void accept_higher_ranks(const Greeting& own, const Descriptor& listener, Meeting& meeting,
+void accept_higher_ranks(const Greeting& own, const Socket& listener, Meeting& meeting,
                          TimePoint deadline) {
   std::vector<int> missing(meeting.ranks.size() - own.rank - 1);
   std::iota(missing.begin(), missing.end(), own.rank + 1);
@@ -373,7 +373,7 @@ void accept_higher_ranks(const Greeting& own, const Descriptor& listener, Meetin
 Meeting meet(const StorePtr& store, int rank, int size, const MeetingTime& time) {
   const std::string address =
       address_of_this_host(core::env("SMP_SOCKET_IFNAME").value_or(""), host_of(*store));
-  const Descriptor listener = listen_on_free_port(address);
+  const Socket listener = listen_on_free_port(address);
   const RankRecord own{core::host_identity(), core::host_name(), address, port_of(listener),
                        core::cores_of_this_process()};
   // The texts of those that wait there come first.

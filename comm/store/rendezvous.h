@@ -25,7 +25,7 @@ struct RankRecord {
 /// A rank's connections to all others.
 struct Meeting {
   std::vector<RankRecord> ranks;
-  std::vector<Descriptor> connections;      ///< Connections by rank; this rank's own is empty.
+  std::vector<Socket> connections;          ///< Connections by rank; this rank's own is empty.
   c10::intrusive_ptr<c10d::Store> store{};  ///< Store with keys of this meeting only.
 };
 

@@ -39,7 +39,7 @@ bool resources_lack() {
   return errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
 }
 
-// Those of all `Descriptor`s. Never destroyed: others may be closed later.
+// Those of all `Socket`s. Never destroyed: others may be closed later.
 class OpenSockets {
  public:
   static OpenSockets& get() {
@@ -191,7 +191,7 @@ std::string address_towards(const std::string& host) {
   if (!addresses) {
     return "";
   }
-  const Descriptor socket(::socket(addresses->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  const Socket socket(::socket(addresses->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   sockaddr_storage own{};
   socklen_t length = sizeof own;
   auto* address = reinterpret_cast<sockaddr*>(&own);
@@ -205,28 +205,28 @@ std::string address_towards(const std::string& host) {
 
 }  // namespace
 
-Descriptor::Descriptor(int fd) : fd_(fd) {
+Socket::Socket(int fd) : fd_(fd) {
   if (fd_ >= 0) {
     OpenSockets::get().add(fd_);
   }
 }
 
-Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+Socket& Socket::operator=(Socket&& other) noexcept {
   std::swap(fd_, other.fd_);
   return *this;
 }
 
-Descriptor::~Descriptor() {
+Socket::~Socket() {
   if (fd_ >= 0) {
     OpenSockets::get().close(fd_);
   }
 }
 
-Descriptor listen_on_free_port(const std::string& address) {
+Socket listen_on_free_port(const std::string& address) {
   std::string reason;
   const Addresses own = resolve(address, 0, SOCK_STREAM, reason);
   SMP_INTERNAL_ASSERT(own != nullptr, "the address ", address, ": ", reason);
-  Descriptor socket(::socket(own->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  Socket socket(::socket(own->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   SMP_CHECK_WITH(CommError, socket || !resources_lack(),
                  "no port can be opened: ", std::strerror(errno), kRaiseLimit);
   SMP_INTERNAL_ASSERT(socket && bind(socket.fd(), own->ai_addr, own->ai_addrlen) == 0 &&
@@ -235,7 +235,7 @@ Descriptor listen_on_free_port(const std::string& address) {
   return socket;
 }
 
-uint16_t port_of(const Descriptor& listener) {
+uint16_t port_of(const Socket& listener) {
   sockaddr_storage own{};
   socklen_t length = sizeof own;
   SMP_INTERNAL_ASSERT(getsockname(listener.fd(), reinterpret_cast<sockaddr*>(&own), &length) == 0,
@@ -244,11 +244,11 @@ uint16_t port_of(const Descriptor& listener) {
                                          : reinterpret_cast<sockaddr_in*>(&own)->sin_port);
 }
 
-Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline) {
+Socket connect_to(const std::string& host, uint16_t port, TimePoint deadline) {
   std::string reason;
   const Addresses addresses = resolve(host, port, SOCK_STREAM, reason);
   for (const addrinfo* one = addresses.get(); one != nullptr; one = one->ai_next) {
-    Descriptor socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    Socket socket(::socket(one->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     int error = connect(socket.fd(), one->ai_addr, one->ai_addrlen) == 0 ? 0 : errno;
     if (error == EINPROGRESS) {
       error = finish_connect(socket.fd(), deadline);
@@ -264,8 +264,8 @@ Descriptor connect_to(const std::string& host, uint16_t port, TimePoint deadline
                         "SMP_SOCKET_IFNAME chooses the network interface.");
 }
 
-std::optional<Descriptor> accept_from(const Descriptor& listener) {
-  Descriptor socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+std::optional<Socket> accept_from(const Socket& listener) {
+  Socket socket(accept4(listener.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (socket) {
     prepare_connection(socket.fd());
     return socket;
@@ -283,7 +283,7 @@ void await_readable(const std::vector<int>& sockets, TimePoint deadline) {
   poll(entries.data(), entries.size(), milliseconds_until(deadline));
 }
 
-bool write_all(const Descriptor& socket, const void* data, size_t bytes, TimePoint deadline) {
+bool write_all(const Socket& socket, const void* data, size_t bytes, TimePoint deadline) {
   for (size_t done = 0; done < bytes;) {
     const ssize_t count =
         send(socket.fd(), static_cast<const char*>(data) + done, bytes - done, MSG_NOSIGNAL);

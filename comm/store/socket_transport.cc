@@ -36,7 +36,7 @@ constexpr size_t kLongestText = 1 << 20;
 
 // Whether the peer's kernel has all that was written, or never will. A connection that is closed
 // with bytes to read is reset, and forgets the unsent ones.
-bool is_taken(const Descriptor& socket) {
+bool is_taken(const Socket& socket) {
   tcp_info info{};
   socklen_t length = sizeof info;
   int bytes = 0;
@@ -81,9 +81,9 @@ SocketTransport::SocketTransport(int world_rank, Meeting meeting)
 
 SocketTransport::~SocketTransport() { close(); }
 
-void SocketTransport::watch(const Descriptor& descriptor, Connection* connection) {
+void SocketTransport::watch(const Socket& socket, Connection* connection) {
   epoll_event event{EPOLLIN, {connection}};
-  SMP_INTERNAL_ASSERT(epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, descriptor.fd(), &event) == 0,
+  SMP_INTERNAL_ASSERT(epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, socket.fd(), &event) == 0,
                       "epoll: ", std::strerror(errno));
 }
 
@@ -103,7 +103,7 @@ void SocketTransport::close() {
   thread_.join();
   for (const auto& connection : connections_) {
     if (connection) {
-      connection->socket = Descriptor();
+      connection->socket = Socket();
     }
   }
 }

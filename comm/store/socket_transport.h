@@ -83,7 +83,7 @@ class SocketTransport final : public Transport {
 
   struct Connection {
     int rank;
-    Descriptor socket;
+    Socket socket;
     std::mutex mutex;  // guards the next two
     std::deque<Outgoing> queue;
     bool watches_room = false;
@@ -95,7 +95,7 @@ class SocketTransport final : public Transport {
   void enqueue(Connection& connection, Outgoing outgoing);
   void write(Connection& connection, std::unique_lock<std::mutex> lock);
   std::vector<PendingMessage> write_queue(Connection& connection);
-  void watch(const Descriptor& descriptor, Connection* connection);
+  void watch(const Socket& socket, Connection* connection);
   void watch_room(Connection& connection, bool room);
 
   void loop();
@@ -116,8 +116,8 @@ class SocketTransport final : public Transport {
   bool has_core_for_each_rank_;
 
   std::vector<std::unique_ptr<Connection>> connections_;  // connections by rank; null for this one
-  Descriptor epoll_;
-  Descriptor stop_;  // an event
+  Socket epoll_;
+  Socket stop_;  // an event
   std::thread thread_;
   MessageMatcher matcher_{*this};
 

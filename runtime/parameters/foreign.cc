@@ -29,7 +29,8 @@ constexpr auto kGradientRemedy =
     "For norms over all gradients call smp::grad_norm(model) or smp::clip_grad_norm_(model, "
     "max_norm); for the gradients of this rank go over model->local_parameters(), or "
     "local_named_parameters(); an optimizer that does not pass over them is wrapped as "
-    "smp::distributed(optimizer)";
+    "smp::distributed(optimizer), which is for all but torch::optim::LBFGS: that needs "
+    "\"partitions\": 1";
 
 std::string owner_of(const ParameterTable::Entry& entry) {
   return c10::str(graph::to_string(entry.kind), " \"", entry.name, "\", which pp rank ",

@@ -15,16 +15,16 @@ namespace smp::runtime {
 ParameterShards::ParameterShards(Runtime& runtime,
                                  const std::function<void(const ParameterTable::Entry&)>& prepare) {
   const Config& config = runtime.config();
-  const auto degree = static_cast<int>(config.sharded_data_parallel_degree());
+  const core::Axis over = runtime.topology().pieces();
   const auto replicas = runtime.replicas();
   const auto split = [&](const char* name, const core::Axis& axis) {
     const std::vector<int> members = core::Axes{{axis}}.members(replicas->rank());
     return replicas->split(members, c10::str(name, members));
   };
-  const auto [shards, same_shard] = core::Axis{1, replicas->size()}.split(degree);
+  const auto [shards, same_shard] = core::Axis{1, replicas->size()}.split(over.size);
   replication_group_ = split("replication group", same_shard);
   parameters_ = std::make_shared<dp::ShardedParameters>(split("shards", shards));
-  runtime.add_group(runtime.topology().pieces(), parameters_->group());
+  runtime.add_group(over, parameters_->group());
   for (const auto& entry : runtime.table().entries()) {
     prepare(entry);
     const bool divides = runtime.owns(entry) && entry.is_parameter() &&
@@ -33,8 +33,7 @@ ParameterShards::ParameterShards(Runtime& runtime,
                          !entry.shares_storage_in(runtime.table());
     if (divides) parameters_->add(entry.tensor, entry.name);
   }
-  runtime.table().set_pieces(parameters_, runtime.topology().pieces(),
-                             /*are_shards=*/true);
+  runtime.table().set_pieces(parameters_, over);
   const std::string own = nlohmann::json(parameters_->names()).dump();
   for (const auto& text : comm::all_gather_bytes(*runtime.group(CommGroup::kPp), own)) {
     divided_.merge(nlohmann::json::parse(text).get<std::set<std::string>>());

@@ -33,13 +33,13 @@ std::optional<int> ParameterTable::Entry::owner() const {
 
 std::string ParameterTable::Entry::name_on(int rank) const {
   if (!piece) return name;
-  const int replica = sharding.cuts.back().over.index_of(rank);
-  const auto [begin, end] = piece->pieces->owned(piece->index, replica);
+  const auto& [over, how] = sharding.cuts.back();
+  const auto [begin, end] = std::get<comm::Range>(how).of(over.index_of(rank), tensor.numel());
   return begin == end ? "" : c10::str(name, "[", begin, ":", end, "]");
 }
 
 std::optional<size_t> ParameterTable::Entry::shard() const {
-  return piece && piece->is_shard ? std::optional(piece->index) : std::nullopt;
+  return piece && piece->pieces->divides_values() ? std::optional(piece->index) : std::nullopt;
 }
 
 bool ParameterTable::Entry::shares_storage_in(const ParameterTable& table) const {
@@ -97,13 +97,13 @@ void ParameterTable::set_owner(const std::string& name, const core::Axis& over, 
 }
 
 void ParameterTable::set_pieces(const std::shared_ptr<dp::ParameterPieces>& pieces,
-                                const core::Axis& over, bool are_shards) {
+                                const core::Axis& over) {
   for (size_t i = 0; i < pieces->names().size(); ++i) {
     Entry& entry = entry_of(pieces->names()[i]);
     entry.sharding.sizes = entry.whole_sizes();
     entry.sharding.order = comm::memory_order(entry.tensor);
     entry.sharding.cuts.push_back({over, pieces->range(i)});
-    entry.piece = Piece{pieces, i, are_shards};
+    entry.piece = Piece{pieces, i};
   }
 }
 

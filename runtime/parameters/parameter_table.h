@@ -32,9 +32,6 @@ class ParameterTable {
   struct Piece {
     std::shared_ptr<dp::ParameterPieces> pieces;
     size_t index = 0;  ///< among those of `pieces`
-    /// Sharded data parallelism divides its values; `shard_optimizer_state` only its state for
-    /// updates.
-    bool is_shard = false;
 
     /// This replica's piece; undefined where it has none.
     const at::Tensor& tensor() const;
@@ -103,9 +100,8 @@ class ParameterTable {
   void set_waiting(const std::string& name, at::Tensor values);
   /// In the first step; `rank` is the owner's position along the axis of the pipeline.
   void set_owner(const std::string& name, const core::Axis& over, int rank, std::string reason);
-  /// When the replicas along an axis have divided parameters; `are_shards` as in `Piece`.
-  void set_pieces(const std::shared_ptr<dp::ParameterPieces>& pieces, const core::Axis& over,
-                  bool are_shards);
+  /// When the replicas along an axis have divided parameters.
+  void set_pieces(const std::shared_ptr<dp::ParameterPieces>& pieces, const core::Axis& over);
   /// When a graph is found to write a buffer.
   void set_written(const std::string& name);
 

@@ -26,6 +26,20 @@ at::Tensor part_of(const Runtime& runtime, const ParameterTable::Entry& entry,
   return join(runtime, *shards, entry.updated(), entry.tensor.options(), turn);
 }
 
+/// The values with which training begins: all ranks have some, and those of the first count.
+at::Tensor copy_before_training(const Runtime& runtime, const ParameterTable::Entry& entry,
+                                bool to_first) {
+  const at::Tensor own = graph::value_of(entry.values()).detach();
+  const at::Tensor copy = own.to(at::kCPU, own.scalar_type(), /*non_blocking=*/false,
+                                 /*copy=*/true);
+  const at::Tensor dense = copy.contiguous();
+  (entry.is_divided() ? runtime.same_parts() : runtime.world())->broadcast(dense, 0);
+  if (!dense.is_alias_of(copy)) copy.copy_(dense);
+  const auto turn = to_first ? std::optional<size_t>(0) : std::nullopt;
+  const at::Tensor whole = join(runtime, entry.part(), copy, copy.options(), turn);
+  return to_first && runtime.rank_in(CommGroup::kMp) > 0 ? at::Tensor() : whole;
+}
+
 /// Parameters that are put together on one rank, those of one type in one collective: of a bucket
 /// of pieces, else one. Named by their memory's owner and the index there.
 using Bucket = std::pair<const void*, size_t>;
@@ -34,7 +48,7 @@ Bucket bucket_of(const Held& held) {
   const auto& [entry, lies, own, dtype, exists] = held;
   const bool is_piece = entry->piece && lies.cuts.back().over == entry->sharding.cuts.back().over;
   if (!is_piece) return {entry, 0};
-  const auto& [pieces, index, is_shard] = *entry->piece;
+  const auto& [pieces, index] = *entry->piece;
   return {pieces.get(), pieces->layout().slots[index].bucket};
 }
 
@@ -104,14 +118,25 @@ std::vector<std::shared_ptr<dp::ParameterPieces>> pieces_of(const Runtime& runti
   return result;
 }
 
+void check_pieces_unwritten(const Runtime& runtime) {
+  for (const auto& entry : runtime.table().entries()) {
+    const bool is_alike = !entry.piece || entry.shard().has_value() ||
+                          !entry.piece->pieces->is_written(entry.piece->index);
+    SMP_CHECK_WITH(UsageError, is_alike,
+                   "the program has written this replica's piece of parameter \"", entry.name,
+                   "\" (model->local_virtual_parameters()) after optimizer.step(), and the other "
+                   "replicas, which with \"shard_optimizer_state\" have the parameter whole, do "
+                   "not see that. Write model->parameters() instead, on all replicas alike");
+  }
+}
+
 at::Tensor whole_copy(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first) {
   const at::NoGradGuard no_grad;
+  if (!entry.owner()) return copy_before_training(runtime, entry, to_first);
   if (to_first && runtime.rank_in(CommGroup::kTp) > 0 && !entry.is_divided()) return {};
   comm::Sharding lies = entry.part();
-  // The last cut, so that the owners send their parts, which are joined where they arrive. Before
-  // partitioning all have it, and that of the first counts.
-  lies.cuts.push_back(
-      {runtime.topology().axis(CommGroup::kPp), comm::Owner{entry.owner().value_or(0)}});
+  // The last cut, so that the owners send their parts, which are joined where they arrive.
+  lies.cuts.push_back({runtime.topology().axis(CommGroup::kPp), comm::Owner{*entry.owner()}});
   const bool has_part = lies.is_on(runtime.rank());
   const bool is_joined = entry.shard() || entry.is_divided();  // else the owner keeps its own
   at::Tensor part = has_part ? part_of(runtime, entry, std::nullopt) : at::Tensor();

@@ -19,9 +19,14 @@ namespace smp::runtime {
 /// How parameters are divided among replicas, of all models that have some.
 std::vector<std::shared_ptr<dp::ParameterPieces>> pieces_of(const Runtime& runtime);
 
+/// Throws `UsageError` where the program has written this replica's piece of a parameter that the
+/// replicas have whole, and no update has given it to the others since.
+void check_pieces_unwritten(const Runtime& runtime);
+
 /// A copy of the values of a parameter or buffer, in host memory, on all ranks or on the first of
-/// each model, undefined on others. Collective over the pipeline, and over the ranks that have the
-/// tensor together.
+/// each model, undefined on others. Before partitioning they are those with which training begins,
+/// of world rank 0. Collective over the pipeline and the ranks that have the tensor together;
+/// before partitioning over the world.
 at::Tensor whole_copy(const Runtime& runtime, const ParameterTable::Entry& entry, bool to_first);
 
 /// The values on one of the ranks that have them, undefined on all others; in host memory, if

@@ -68,9 +68,7 @@ class Load {
     expected_ = expectations(runtime_.table(), tensors_);
     averages_ = averages_of(parts.models());
     program_tensors_ = program_tensors_of(*runtime.checkpoint_context, parts.models());
-    for (const auto& entry : runtime.table().entries()) {
-      if (entry.is_parameter()) parameters_.insert(entry.name);
-    }
+    parameters_ = names_of_parameters(runtime);
   }
 
   /// Throws on all ranks unless everything is there, fits and has the bytes that were written. The
@@ -422,6 +420,10 @@ LoadedRun load(const std::string& path, const CheckpointParts& given, const Load
   Runtime& runtime = Runtime::get();
   SMP_CHECK_WITH(UsageError, !runtime.current_step.is_running,
                  "smp::load was called inside a step function; call it before or after the step");
+  SMP_CHECK_WITH(UsageError, options.model().empty(), "smp::load: LoadOptions().model(\"",
+                 core::printable(options.model()),
+                 "\") is for smp::load_into_module. A DistributedModel takes the tensors of the "
+                 "model of its own name: ModelOptions().name");
   runtime.checkpoint_context->finish();
   const CheckpointParts parts =
       options.load_optimizer() ? given : CheckpointParts(given.models(), {});

@@ -4,24 +4,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "checkpoint/safetensors.h"
 #include "core/check.h"
 #include "core/text.h"
 
 namespace smp::runtime {
-namespace {
-
-void check_tensor_name(const std::string& name) {
-  const bool fits = !name.empty() && name.size() <= checkpoint::kLongestName;
-  const bool is_text = core::printable(name, checkpoint::kLongestName) == name;
-  SMP_CHECK_WITH(UsageError, fits && is_text && name.find('/') == std::string::npos,
-                 "smp::register_checkpoint_tensors: expected a name without \"/\" and control "
-                 "characters, of at most ",
-                 checkpoint::kLongestName, " bytes of UTF-8, got \"", core::printable(name),
-                 "\". Checkpoints have its tensors as \"parameter/tensors.name\"");
-}
-
-}  // namespace
 
 ProgramTensors::ProgramTensors(std::string name, Model& model, Save save, Load load)
     : name_(std::move(name)), model_(model), save_(std::move(save)), load_(std::move(load)) {
@@ -117,7 +103,7 @@ std::vector<std::shared_ptr<ProgramTensors>> program_tensors_of(const Checkpoint
 
 RemovableHandle register_program_tensors(const std::string& name, Model& model,
                                          ProgramTensors::Save save, ProgramTensors::Load load) {
-  check_tensor_name(name);
+  checkpoint::check_field_name("smp::register_checkpoint_tensors", name, checkpoint::tensors_field);
   const auto& context = model.runtime().checkpoint_context;
   auto& known = context->tensors;
   const auto is_gone = [](const auto& tensors) { return tensors->model() == nullptr; };

@@ -354,6 +354,7 @@ void begin_saving(Runtime& runtime, const std::string& call) {
                  " was called before the first step, and the model was made under delayed "
                  "parameter initialization: its parameters do not exist yet. Save after a step");
   const OwnUse parameters(runtime);
+  check_pieces_unwritten(runtime);
   runtime.checkpoint_context->finish();
   runtime.update_watch->compare_now();
   runtime.settle_seed();  // the first step after this save draws the same as one that resumes

@@ -141,6 +141,7 @@ Join join_replicas(const Model& model, const JoinOptions& options) {
 Model::TensorDict state_dict(const Model& model, bool gather_to_rank0) {
   Runtime& runtime = model.runtime();
   const OwnUse parameters = begin_outside_step(runtime, "state_dict");
+  check_pieces_unwritten(runtime);
   std::map<const c10::TensorImpl*, at::Tensor> copies;
   Model::TensorDict result;
   for (const auto& dict : {model.named_parameters(), model.named_buffers()}) {
@@ -156,6 +157,7 @@ Model::TensorDict state_dict(const Model& model, bool gather_to_rank0) {
 
 Model::TensorDict local_state_dict(const Model& model) {
   const OwnUse parameters(model.runtime());
+  check_pieces_unwritten(model.runtime());
   const at::NoGradGuard no_grad;
   Model::TensorDict result;
   for (const auto& item : held_by(model)) result.insert(item.key(), item.value().detach().clone());
@@ -217,6 +219,7 @@ void load_local_state_dict(Model& model, const Model::TensorDict& state, bool st
 void gather_on_cpu(Model& model) {
   Runtime& runtime = model.runtime();
   const OwnUse parameters = begin_outside_step(runtime, "cpu");
+  check_pieces_unwritten(runtime);
   check_no_average_in_use(model, "cpu");
   model.partitioned() ? gather_from_owners(model) : materialize(*model.module_ptr());
   runtime.lent = std::make_shared<LentWholes>(runtime);

@@ -82,6 +82,13 @@ class StepPlanner {
     return limits;
   }
 
+  /// The bytes beyond which a schedule does not run: the user's, and those that a list is made for.
+  /// Nine tenths of a device are a guess, which others may exceed as plans may.
+  std::vector<double> strict_limits(const std::string& schedule) const {
+    const bool is_strict = config_.memory_limit_mb() > 0 || schedule == "list";
+    return is_strict ? options_.memory_limit() : std::vector<double>();
+  }
+
   /// Whether the schedule is the best of several.
   bool is_chosen() const { return trains_ && config_.pipeline() == "auto"; }
 
@@ -94,14 +101,13 @@ class StepPlanner {
     std::string name = config_.pipeline();
     Schedule schedule = make(name, report);
     // Also verifies it.
-    auto simulation = pipeline::simulate(schedule, options_.edges(), options_.costs());
-    auto bounds = pipeline::VerifyOptions().credit(options_.microbatches());
+    auto simulation =
+        pipeline::simulate(schedule, options_.edges(), options_.costs(), strict_limits(name));
     if (name == "interleaved") {
-      bounds.active_microbatches(options_.active_microbatches());
-      pipeline::verify(schedule, options_.edges(), bounds);
-    } else if (name == "list") {
-      bounds.memory_limit(options_.memory_limit()).costs(options_.costs());
-      pipeline::verify(schedule, options_.edges(), bounds);
+      pipeline::verify(schedule, options_.edges(),
+                       pipeline::VerifyOptions()
+                           .credit(options_.microbatches())
+                           .active_microbatches(options_.active_microbatches()));
     }
     return {std::move(name), std::move(schedule), std::move(simulation)};
   }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +13,7 @@
 #include "pipeline/generators.h"
 #include "pipeline/ranking.h"
 #include "pipeline/stage.h"
+#include "pipeline/unsharding.h"
 #include "smp/config.h"
 
 namespace smp::runtime {
@@ -40,6 +43,17 @@ std::vector<int> best_placement(const Config& config, const std::string& file,
                                 const graph::Graph& graph,
                                 const partitioner::PartitionOptions& options);
 
+/// The units that stages are divided into where replicas divide parameters, in the terms of
+/// schedules: all lists but `edges` are by unit.
+struct StepUnits {
+  std::vector<int> stage_of_unit;
+  std::vector<bool> backward_of_unit;
+  std::vector<pipeline::StageReads> reads;
+  int64_t live = 0;  ///< elements of divided parameters that are whole at one time
+  std::vector<pipeline::StageEdge> edges;
+  pipeline::StageCosts costs;  ///< costs as predicted
+};
+
 /// A plan's step, as far as it is known before it runs: its schedule, verified, and what that
 /// follows from. Times are in us.
 struct PlannedStep : pipeline::RankedSchedule {
@@ -47,6 +61,7 @@ struct PlannedStep : pipeline::RankedSchedule {
   std::vector<pipeline::Edge> edges;
   pipeline::ScheduleOptions options;  ///< options of schedules, with costs and limits
   std::string report;  ///< why it is this one, if another one was asked for or "auto"; else empty
+  std::optional<StepUnits> units = {};  ///< see `divide_into_units`
 };
 
 /// Makes the schedule of a plan. `graph` is in the plan's order. `settled`: an earlier graph

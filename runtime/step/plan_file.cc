@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/step/plan_file.h"
 
-#include <cerrno>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -11,6 +9,7 @@
 
 #include "comm/communicator.h"
 #include "core/check.h"
+#include "core/json.h"
 #include "core/log.h"
 #include "partitioner/best_order.h"
 #include "partitioner/plan_file.h"
@@ -26,16 +25,6 @@ std::string read_for_all(const Job& job, const std::string& path) {
     if (in) text.assign(std::istreambuf_iterator<char>(in), {});
   }
   return comm::broadcast_bytes(*job.world(), text, 0);
-}
-
-void save(const Job& job, const graph::Graph& graph, const partitioner::Plan& plan,
-          const std::string& path) {
-  if (job.rank() != 0) return;
-  std::ofstream out(path, std::ios::binary);
-  out << partitioner::plan_to_json(graph, plan) << std::flush;
-  SMP_CHECK_WITH(ConfigError, out.good(), path,
-                 ": cannot write the partition: ", std::strerror(errno),
-                 ". Give \"partition_file\" a path that can be written.");
 }
 
 /// The file's plan as the one to keep, if it is for this graph and these partitions.
@@ -68,7 +57,10 @@ partitioner::Plan plan_by_file(const Job& job, const graph::Graph& graph,
   }
   options.previous(previous_plan(graph, text, partitions, *path));
   auto plan = partitioner::partition_in_best_order(graph, options);
-  save(job, graph, plan, *path);
+  if (job.rank() == 0) {
+    core::write_file(*path, partitioner::plan_to_json(graph, plan), "cannot write the partition",
+                     "Give \"partition_file\" a path that can be written");
+  }
   return plan;
 }
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <map>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "core/check.h"
@@ -60,31 +61,68 @@ uint64_t hash_at(const std::string& bytes, size_t index) {
   return hash;
 }
 
-/// The first parameter of which replicas hold other bits, as a clause without a full stop. Looks at
-/// parameters that this rank owns and has whole. Collective over the replicas.
-std::optional<std::string> differing_weight(const Runtime& runtime) {
-  comm::Communicator& replicas = *runtime.replicas();
-  if (replicas.size() == 1) return std::nullopt;
-  std::vector<const ParameterTable::Entry*> entries;
+/// The first of the parameters, or of their shards, of which ranks of the group hold other bits, as
+/// a clause without a full stop. Collective over the group.
+std::optional<std::string> differing_weight(const Runtime& runtime, comm::Communicator& group,
+                                            const std::vector<const ParameterTable::Entry*>& of) {
+  if (group.size() == 1) return std::nullopt;
   std::vector<at::Tensor> weights;
-  for (const auto& entry : runtime.table().entries()) {
-    if (!entry.is_parameter() || !runtime.owns(entry) || entry.shard()) continue;
-    entries.push_back(&entry);
-    weights.push_back(entry.tensor);
-  }
+  for (const auto* entry : of) weights.push_back(entry->shard() ? entry->updated() : entry->tensor);
   const std::string mine = bytes_of(graph::hashes_in_place(weights));
-  const auto digests = comm::all_gather_bytes(replicas, std::to_string(hash_of(mine)));
+  const auto digests = comm::all_gather_bytes(group, std::to_string(hash_of(mine)));
   if (first_other(digests) == 0) return std::nullopt;
-  const auto all = comm::all_gather_bytes(replicas, mine);
+  const auto all = comm::all_gather_bytes(group, mine);
+  const auto ranks = comm::all_gather_bytes(group, std::to_string(runtime.rank()));
   const size_t other = first_other(all);
   size_t index = 0;
   while (hash_at(all[0], index) == hash_at(all[other], index)) ++index;
-  const auto ranks = runtime.topology().members(CommGroup::kRdp, runtime.rank());
-  const graph::TensorMeta meta = graph::TensorMeta::of(entries[index]->tensor);
-  return c10::str("parameter \"", entries[index]->name, "\", ", meta.to_string(),
-                  ", has other bits on world rank ", ranks[other], " (hash ",
-                  hash_at(all[other], index), ") than on its replica, world rank ", ranks[0],
-                  " (hash ", hash_at(all[0], index), ")");
+  const graph::TensorMeta meta = graph::TensorMeta::of(weights[index]);
+  const std::string name =
+      of[index]->shard() ? of[index]->name_on(runtime.rank()) : of[index]->name;
+  return c10::str("parameter \"", name, "\", ", meta.to_string(), ", has other bits on world rank ",
+                  ranks[other], " (hash ", hash_at(all[other], index),
+                  ") than on its replica, world rank ", ranks[0], " (hash ", hash_at(all[0], index),
+                  ")");
+}
+
+/// The same of all parameters that this rank owns: whole ones are on all replicas, shards on those
+/// of a replication group. Collective over the replicas.
+std::optional<std::string> differing_weight(const Runtime& runtime) {
+  std::vector<const ParameterTable::Entry*> whole, shards;
+  for (const auto& entry : runtime.table().entries()) {
+    if (!entry.is_parameter() || !runtime.owns(entry)) continue;
+    if (!entry.shard()) {
+      whole.push_back(&entry);
+    } else if (entry.updated().defined()) {
+      shards.push_back(&entry);
+    }
+  }
+  const auto found = differing_weight(runtime, *runtime.replicas(), whole);
+  if (runtime.parameter_shards() == nullptr) return found;
+  comm::Communicator& group = *runtime.parameter_shards()->replication_group();
+  const auto in_shards = differing_weight(runtime, group, shards);
+  return found ? found : in_shards;
+}
+
+/// The numbers of a case that are sent to the rank that runs it again, in the order of the message.
+template <class Case, class Use>
+void for_each_number(Case& run, const Use& use) {
+  use(run.graph);
+  use(run.stage);
+  use(run.microbatch);
+  use(run.key.seed);
+  use(run.key.step_function);
+  use(run.key.call);
+  use(run.key.global_microbatch);
+}
+
+/// Those of each of its hashes, which follow.
+template <class Hash, class Use>
+void for_each_number_of_hash(Hash& hash, const Use& use) {
+  use(hash.kind);
+  use(hash.id);
+  use(hash.number);
+  use(hash.hash);
 }
 
 }  // namespace
@@ -184,18 +222,10 @@ void ReplayCheck::take() {
 }
 
 void ReplayCheck::send(const ReplayCase& run) {
-  const auto bits = [](uint64_t number) { return static_cast<int64_t>(number); };
-  std::vector<int64_t> numbers = {bits(run.graph),
-                                  run.stage,
-                                  run.microbatch,
-                                  bits(run.key.seed),
-                                  bits(run.key.step_function),
-                                  bits(run.key.call),
-                                  bits(run.key.global_microbatch)};
-  for (const TensorHash& hash : run.hashes) {
-    const auto kind = static_cast<int64_t>(hash.kind);
-    numbers.insert(numbers.end(), {kind, hash.id, hash.number, bits(hash.hash)});
-  }
+  std::vector<int64_t> numbers;
+  const auto write = [&](auto number) { numbers.push_back(static_cast<int64_t>(number)); };
+  for_each_number(run, write);
+  for (const TensorHash& hash : run.hashes) for_each_number_of_hash(hash, write);
   std::vector<c10::IValue> constants;
   for (const auto& constant : run.constants) {
     if (constant.value.isCapsule()) continue;  // a leaf's call, elsewhere
@@ -234,20 +264,13 @@ std::optional<ReplayCase> ReplayCheck::receive() {
   const std::vector<int64_t> numbers = header->elements()[0].toIntVector();
   const auto constants = header->elements()[1].toTuple();
   auto next = numbers.begin();
-  const auto bits = [&] { return static_cast<uint64_t>(*next++); };
+  const auto read = [&](auto& number) {
+    number = static_cast<std::decay_t<decltype(number)>>(*next++);
+  };
   ReplayCase run;
-  run.graph = bits();
+  for_each_number(run, read);
   if (run.graph != rows_->fingerprint()) return std::nullopt;
-  run.stage = static_cast<int32_t>(*next++);
-  run.microbatch = static_cast<int32_t>(*next++);
-  run.key = {bits(), bits(), bits(), bits()};
-  while (next != numbers.end()) {
-    TensorHash& hash = run.hashes.emplace_back();
-    hash.kind = static_cast<TensorHash::Kind>(*next++);
-    hash.id = static_cast<int32_t>(*next++);
-    hash.number = *next++;
-    hash.hash = bits();
-  }
+  while (next != numbers.end()) for_each_number_of_hash(run.hashes.emplace_back(), read);
   for (size_t i = 0; i < constants->elements().size(); i += 3) {
     const auto* constant = &constants->elements()[i];
     run.constants.push_back({static_cast<int>(constant[0].toInt()),

@@ -6,9 +6,10 @@
 #include <utility>
 
 #include "core/log.h"
+#include "pipeline/frame.h"
 #include "pipeline/timeline_page.h"
-#include "runtime/parameters/parameter_shards.h"
 #include "runtime/step/replica_join.h"
+#include "runtime/step/units.h"
 
 namespace smp::runtime {
 namespace {
@@ -19,21 +20,11 @@ constexpr int kTimelineSteps = 3;
 
 using TimelineState = Execution::TimelineState;
 
-pipeline::Frame frame_of(const Runtime& runtime, const graph::Graph& graph,
-                         const partitioner::Plan& plan, bool has_store,
-                         const std::map<int, pipeline::SharedOutputs>& outputs) {
+pipeline::Frame frame_of(const pipeline::Executor::Setup& setup, const Config& config) {
   pipeline::Frame frame;
-  frame.copies = pipeline::copies_of(plan);
-  for (pipeline::Frame::Copy& copy : frame.copies) {
-    for (const graph::ValueId id : copy.values) {
-      const ParameterShards* sharding = runtime.parameter_shards();
-      copy.is_divided |= sharding && sharding->names().count(graph.values[id].name) > 0;
-    }
-  }
-  for (const auto& [stage, unused] : outputs) frame.outputs.push_back(stage);
-  if (has_store) {
-    frame.loading_horizon = static_cast<int>(runtime.config().activation_loading_horizon());
-  }
+  frame.copies = setup.copies;
+  for (const auto& [stage, unused] : setup.outputs) frame.outputs.push_back(stage);
+  if (setup.store) frame.loading_horizon = static_cast<int>(config.activation_loading_horizon());
   return frame;
 }
 
@@ -57,21 +48,14 @@ pipeline::Simulation with_added(pipeline::Simulation simulation,
 }  // namespace
 
 ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
-                               const partitioner::Plan& plan, partitioner::Regions regions,
-                               PlannedStep step, pipeline::GradientSums* gradients, bool shares_all)
+                               const partitioner::Plan& plan, PlannedStep step,
+                               pipeline::Executor::Setup setup)
     : runtime_(runtime),
       graph_(graph),
-      plan_(plan),
-      regions_(std::move(regions)),
       edges_(std::move(step.edges)),
+      units_(std::move(step.units)),
       partitioned_(graph, plan, edges_),
-      gradients_(gradients),
-      store_(runtime.config().offload_activations() && !regions_.empty()
-                 ? runtime.activation_store()
-                 : nullptr),
-      outputs_(pipeline::shared_outputs(graph, plan, step.schedule.ranks(),
-                                        step.schedule.microbatches(), shares_all)),
-      frame_(frame_of(runtime, graph, plan, store_ != nullptr, outputs_)) {
+      setup_(std::move(setup)) {
   if (!step.report.empty() && runtime.rank() == 0) core::log_info(step.report);
   use(step);
   if (!graph.trains()) return;
@@ -80,8 +64,7 @@ ScheduleRunner::ScheduleRunner(Runtime& runtime, const graph::Graph& graph,
     runtime.execution.timeline = TimelineState::kRecorded;
     writes_timeline_ = true;
   }
-  // A trial knows the costs of stages, and not those of their units.
-  if (is_auto() && runtime.execution.trial_steps > 0 && !runtime.parameter_shards()) {
+  if (is_auto() && runtime.execution.trial_steps > 0) {
     trial_ = std::make_unique<ScheduleTrial>(step.options, step);
   }
   if (trial_ || writes_timeline_) record();
@@ -95,22 +78,24 @@ bool ScheduleRunner::is_auto() const {
 
 /// Runs another schedule from the next step on. The stages of the one before go first, for their
 /// memory.
-void ScheduleRunner::use(const pipeline::RankedSchedule& scheduled) {
-  const pipeline::Schedule schedule = pipeline::with_frame(scheduled.schedule, frame_);
+void ScheduleRunner::use(const pipeline::RankedSchedule& of_stages) {
+  const auto scheduled = units_ ? schedule_of_units(of_stages, *units_) : of_stages;
+  const pipeline::Schedule schedule =
+      pipeline::with_frame(scheduled.schedule, frame_of(setup_, runtime_.config()));
   name_ = scheduled.name;
   predicted_ = with_added(scheduled.simulation, schedule);
   const bool runs_already = executor_ && executor_->schedule() == schedule;
   if (runs_already) return;
   executor_.reset();
-  executor_ = std::make_unique<pipeline::Executor>(
-      schedule, graph_, edges_, runtime_.pipeline_channels(), runtime_.execution.messages_ahead);
-  add_stages(schedule.microbatches());
+  executor_ = std::make_unique<pipeline::Executor>(schedule, partitioned_, setup_,
+                                                   runtime_.pipeline_channels(),
+                                                   runtime_.execution.messages_ahead);
 }
 
 /// Constants, as far as is known: an earlier step of another graph may have written them.
 std::set<graph::ValueId> ScheduleRunner::unwritten() const {
   std::set<graph::ValueId> result;
-  for (const pipeline::Frame::Copy& copy : frame_.copies) {
+  for (const pipeline::Frame::Copy& copy : setup_.copies) {
     for (const graph::ValueId id : copy.values) {
       const auto& entry = runtime_.table().at(graph_.values[id].name);
       if (!entry.is_parameter() && !entry.is_written) result.insert(id);
@@ -119,26 +104,10 @@ std::set<graph::ValueId> ScheduleRunner::unwritten() const {
   return result;
 }
 
-void ScheduleRunner::add_stages(int microbatches) {
-  for (int index = 0; index < plan_.stages(); ++index) {
-    if (plan_.rank_of_stage[index] != runtime_.rank_in(CommGroup::kPp)) continue;
-    executor_->add_stage(std::make_unique<pipeline::Stage>(
-        partitioned_, index, microbatches, runtime_.table().tensors(), regions_, store_));
-  }
-  if (const ParameterShards* sharding = runtime_.parameter_shards()) {
-    executor_->use_shards(sharding->parameters(), sharding->shard_of_value(runtime_, graph_),
-                          regions_);
-  }
-  executor_->use_frame(graph_, frame_.copies, runtime_.table().tensors(), outputs_);
-  executor_->set_gradients(gradients_);
-  const std::string graphs = runtime_.config().cuda_graphs();
-  if (graphs != "off") executor_->use_device_graphs(/*required=*/graphs == "on");
-}
-
 /// Begins to record a part of the trial, or the timeline.
 void ScheduleRunner::record() {
   recording_ = std::make_unique<StepRecording>(
-      runtime_, schedule(), predicted_, executor_->message_bytes(),
+      runtime_, schedule(), predicted_, executor_->message_bytes(unwritten()),
       trial_ ? ScheduleTrial::kWarmSteps : kSkippedSteps,
       trial_ ? ScheduleTrial::kRecordedSteps : kTimelineSteps, graph_.device());
 }
@@ -197,7 +166,7 @@ void ScheduleRunner::end_step(std::vector<pipeline::ReductionRecord> reductions)
 
 /// Goes on with the trial, unless that was its last part.
 bool ScheduleRunner::goes_on(const pipeline::Timeline& recorded) {
-  trial_->learn(recorded);
+  trial_->learn(units_ ? pipeline::timeline_of_stages(recorded, units_->stage_of_unit) : recorded);
   use(trial_->current());
   if (!trial_->is_over()) {
     record();

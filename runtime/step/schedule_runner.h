@@ -2,17 +2,15 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "graph/graph.h"
-#include "partitioner/checkpointing.h"
 #include "partitioner/plan.h"
 #include "pipeline/executor.h"
-#include "pipeline/frame.h"
 #include "runtime/runtime.h"
 #include "runtime/step/pipeline_choice.h"
 #include "runtime/step/schedule_trial.h"
@@ -29,15 +27,15 @@ namespace smp::runtime {
 /// to find out, replicas tell each other their program, until the timeline is complete and for a
 /// trial in the first steps of training (`Execution::trial_steps`). A schedule that is not decided
 /// by then stays as it is.
+///
+/// Schedules are those of stages, also where these run unit by unit (`StepUnits`). For the trial,
+/// records of units are put together by stages.
 class ScheduleRunner {
  public:
-  /// `graph`, in the plan's order, `plan`, `gradients` (where the graph trains) and `runtime`
-  /// outlive it. `regions`: those that run again in the backward pass, per operator; empty:
-  /// nothing. `shares_all`: ranks give each other outputs of several elements, too. Collective over
-  /// the pipeline.
+  /// `graph`, in the plan's order, `plan`, `runtime` and what `setup` refers to outlive it.
+  /// Collective over the pipeline.
   ScheduleRunner(Runtime& runtime, const graph::Graph& graph, const partitioner::Plan& plan,
-                 partitioner::Regions regions, PlannedStep step, pipeline::GradientSums* gradients,
-                 bool shares_all);
+                 PlannedStep step, pipeline::Executor::Setup setup);
 
   /// Runs a step, and has it observed by those that look at all steps, too.
   pipeline::StepResults run(pipeline::Executor::Step step);
@@ -49,7 +47,7 @@ class ScheduleRunner {
   void end_step(std::vector<pipeline::ReductionRecord> reductions);
 
   /// The schedule's name and numbers, and `Executor::describe`.
-  std::string describe() const { return title() + "\n" + executor_->describe(); }
+  std::string describe() const { return title() + "\n" + executor_->describe(unwritten()); }
 
   const pipeline::Schedule& schedule() const { return executor_->schedule(); }
   /// The graph in stages, for as long as this lives.
@@ -60,8 +58,7 @@ class ScheduleRunner {
 
  private:
   bool is_auto() const;
-  void use(const pipeline::RankedSchedule& scheduled);
-  void add_stages(int microbatches);
+  void use(const pipeline::RankedSchedule& of_stages);
   std::set<graph::ValueId> unwritten() const;
   void record();
   bool begin_recording();
@@ -71,14 +68,10 @@ class ScheduleRunner {
 
   Runtime& runtime_;
   const graph::Graph& graph_;
-  const partitioner::Plan& plan_;
-  const partitioner::Regions regions_;
   const std::vector<pipeline::Edge> edges_;
+  const std::optional<StepUnits> units_;  // null: stages run whole
   const pipeline::PartitionedGraph partitioned_;
-  pipeline::GradientSums* const gradients_;
-  const std::shared_ptr<graph::TensorStore> store_;  // null: nothing goes there
-  const std::map<int, pipeline::SharedOutputs> outputs_;
-  const pipeline::Frame frame_;
+  const pipeline::Executor::Setup setup_;
   std::string identity_;  // identity of the program, the same in all replicas
   std::string name_;      // name of the schedule
   pipeline::Simulation predicted_;

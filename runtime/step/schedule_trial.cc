@@ -42,6 +42,7 @@ ScheduleTrial::ScheduleTrial(pipeline::ScheduleOptions options, RankedSchedule p
     : options_(std::move(options)), first_(predicted), current_(std::move(predicted)) {}
 
 void ScheduleTrial::learn(Timeline recorded) {
+  recorded.predicted = pipeline::predicted_timeline(current_.simulation);
   recorded_.push_back(std::move(recorded));
   switch (part_) {
     case Part::kPredicted:
@@ -58,7 +59,7 @@ void ScheduleTrial::learn(Timeline recorded) {
 
 void ScheduleTrial::exchange() {
   current_.name += " with its backwards exchanged";
-  current_.schedule = pipeline::exchange_backwards(first_.schedule, options_.edges());
+  current_.schedule = pipeline::exchange_backwards(first_.schedule, options_);
   current_.simulation = pipeline::simulate(current_.schedule, options_.edges(), options_.costs());
 }
 

@@ -34,7 +34,7 @@ class ScheduleTrial {
   /// Whether `current` stays. Nothing more is to be recorded.
   bool is_over() const { return part_ == Part::kOver; }
 
-  /// Takes the recorded steps of `current`, and goes on to the next part.
+  /// Takes the recorded steps of `current`, by stages, and goes on to the next part.
   void learn(pipeline::Timeline recorded);
 
   /// When it is over, for people: the schedules by measured costs, which one stays and why, and of

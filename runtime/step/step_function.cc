@@ -27,6 +27,7 @@
 #include "runtime/parameters/delayed.h"
 #include "runtime/parameters/dividing.h"
 #include "runtime/parameters/placement.h"
+#include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
 #include "runtime/save/job_notes.h"
 #include "runtime/step/agreement.h"
@@ -136,6 +137,7 @@ StepResults StepFunction::run(const StepCall& call) {
 
 StepResults StepFunction::run_checked(const StepCall& given) {
   const OwnUse parameters(*runtime_);
+  check_pieces_unwritten(*runtime_);
   runtime_->progress.step_functions.check_resumed(name_);
   if (!runtime_->partitioned()) prepare_models(*runtime_);
   check_inputs(given);
@@ -344,9 +346,19 @@ graph::TraceResult StepFunction::trace_one(const StepCall& call, int microbatch,
   const FlagScope tracing(runtime_->current_step.is_captured, execute);
   runtime_->current_step.microbatches = static_cast<int>(microbatches_run(call));
   graph::Tracer tracer(std::move(options));
-  return tracer.run(shown, [&](const std::vector<at::Tensor>& tensors) {
+  // The first run of the function tells, since guards have no time for it. Ranks that are threads
+  // have one default generator, which another may seed.
+  std::optional<graph::SeedWatch> seeds;
+  if (graphs_.empty() && runtime_->is_alone_in_process()) seeds.emplace();
+  auto result = tracer.run(shown, [&](const std::vector<at::Tensor>& tensors) {
     return call.function(microbatch, tensors);
   });
+  SMP_CHECK_WITH(CaptureError, !seeds || !seeds->was_seeded(), "step function \"", name_,
+                 "\" calls torch::manual_seed, which its random operators do not heed: each draws "
+                 "from a stream of its own (docs/capture.md, \"Random numbers\"). Call it outside "
+                 "of the step function, or set \"seed\"; for the same numbers in each microbatch "
+                 "draw them outside and pass them by smp::whole");
+  return result;
 }
 
 /// Whether this rank can run the whole model: in the first step, where it has all parameters on its

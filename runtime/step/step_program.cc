@@ -55,15 +55,15 @@ StepProgram::StepProgram(std::shared_ptr<Runtime> runtime, PlannedGraph planned,
   auto step =
       plan_step(config, runtime_->first_step.schedule, *graph_, plan_, ranks, model, settled);
   if (runtime_->parameter_shards()) divide_into_units(*graph_, model, plan_, step);
-  allocate_copies();
-  if (runtime_->parameter_shards()) {
-    const auto& divided = runtime_->parameter_shards()->parameters()->parameters();
+  auto setup = executor_setup(std::move(planned.regions), step.schedule, options.share_outputs());
+  allocate_copies(setup.copies);
+  if (setup.sharded) {
+    const auto& divided = setup.sharded->parameters();
     absent_.insert(absent_.end(), divided.begin(), divided.end());
   }
   const graph::UnseenScope present(absent_);
-  runner_ = std::make_unique<ScheduleRunner>(
-      *runtime_, *graph_, plan_, std::move(planned.regions), std::move(step),
-      graph_->trains() ? &gradients_ : nullptr, options.share_outputs());
+  runner_ = std::make_unique<ScheduleRunner>(*runtime_, *graph_, plan_, std::move(step),
+                                             std::move(setup));
   make_records(*planned.captured);
 }
 
@@ -85,9 +85,32 @@ void StepProgram::make_records(const graph::Graph& captured) {
                                                 static_cast<int>(microbatches_), rows);
 }
 
+/// `shares_all`: ranks give each other outputs of several elements, too.
+pipeline::Executor::Setup StepProgram::executor_setup(partitioner::Regions regions,
+                                                      const pipeline::Schedule& schedule,
+                                                      bool shares_all) {
+  const Config& config = runtime_->config();
+  pipeline::Executor::Setup setup{runtime_->table().tensors()};
+  if (graph_->trains()) setup.gradients = &gradients_;
+  setup.regions = std::move(regions);
+  if (config.offload_activations() && !setup.regions.empty()) {
+    setup.store = runtime_->activation_store();
+  }
+  if (const ParameterShards* shards = runtime_->parameter_shards()) {
+    setup.sharded = shards->parameters();
+    setup.shard_of_value = shards->shard_of_value(*runtime_, *graph_);
+  }
+  setup.copies = pipeline::copies_of(plan_);
+  setup.outputs = pipeline::shared_outputs(*graph_, plan_, schedule.ranks(),
+                                           schedule.microbatches(), shares_all);
+  setup.uses_device_graphs = config.cuda_graphs() != "off";
+  setup.requires_device_graphs = config.cuda_graphs() == "on";
+  return setup;
+}
+
 /// Gives memory to this rank's copies of tensors that others own.
-void StepProgram::allocate_copies() {
-  for (const pipeline::Frame::Copy& copy : pipeline::copies_of(plan_)) {
+void StepProgram::allocate_copies(const std::vector<pipeline::Frame::Copy>& copies) {
+  for (const pipeline::Frame::Copy& copy : copies) {
     if (plan_.rank_of_stage[copy.to] != runtime_->rank_in(CommGroup::kPp)) continue;
     for (const graph::ValueId id : copy.values) {
       absent_.push_back(runtime_->table().at(graph_->values[id].name).tensor);
@@ -96,12 +119,29 @@ void StepProgram::allocate_copies() {
   }
 }
 
+/// The options of a model's buckets in this program.
+dp::BucketOptions StepProgram::bucket_options(const Model& model) const {
+  const auto& options = model.options();
+  const int replicas = runtime_->replicas()->size();
+  dp::BucketOptions bucket;
+  bucket.bucket_bytes = model.bucket_bytes();
+  bucket.microbatches = static_cast<int>(microbatches_);
+  // A hook adds up the replicas' sums; none but them has a sum of its own.
+  bucket.gradient_shards = model.has_comm_hook() ? replicas : shards_;
+  bucket.divisor = options.average_grads_across_microbatches()
+                       ? static_cast<double>(microbatches_ * coalesced_ * replicas)
+                       : static_cast<double>(shards_);
+  bucket.overlapping = options.overlapping_allreduce();
+  bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
+  bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
+  bucket.gradients_as_summed = model.half().has_value();
+  return bucket;
+}
+
 /// Makes the sums of gradients, anew when a checkpoint with other gradient shards was loaded.
 void StepProgram::make_gradients() {
-  const int shards = runtime_->gradient_shards();
-  if (shards == shards_) return;
-  shards_ = shards;
-  const auto replicas = runtime_->replicas();
+  if (runtime_->gradient_shards() == shards_) return;
+  shards_ = runtime_->gradient_shards();
   std::map<std::string, graph::ValueId> id_of;
   for (size_t id = 0; id < graph_->values.size(); ++id) {
     const graph::Value& value = graph_->values[id];
@@ -126,19 +166,7 @@ void StepProgram::make_gradients() {
       }
       if (!shard) parameters.push_back(parameter);
     }
-    const auto& options = model->options();
-    dp::BucketOptions bucket;
-    bucket.bucket_bytes = model->bucket_bytes();
-    bucket.microbatches = static_cast<int>(microbatches_);
-    // A hook adds up the replicas' sums; none but them has a sum of its own.
-    bucket.gradient_shards = model->has_comm_hook() ? replicas->size() : shards;
-    bucket.divisor = options.average_grads_across_microbatches()
-                         ? static_cast<double>(microbatches_ * coalesced_ * replicas->size())
-                         : static_cast<double>(shards);
-    bucket.overlapping = options.overlapping_allreduce();
-    bucket.backward_passes = static_cast<int>(options.backward_passes_per_step());
-    bucket.gradient_as_bucket_view = options.gradient_as_bucket_view();
-    bucket.gradients_as_summed = model->half().has_value();
+    const dp::BucketOptions bucket = bucket_options(*model);
     const auto pieces = model->pieces();
     if (pieces) check_still_trained(*pieces, parameters);
     whole_.push_back(model->gradients(parameters, bucket));
@@ -295,22 +323,18 @@ void StepProgram::complete_overrides(Inputs& inputs) {
   for (const auto& list : inputs.contents) {
     for (const auto& change : list) overridden_contents_.insert(change.value);
   }
+  std::vector<graph::ConstantOverride> constants;
+  for (const auto& [op, argument] : overridden_constants_) {
+    constants.push_back({op, argument, graph_->operators[op].arguments[argument].constant});
+  }
+  std::vector<graph::ContentOverride> contents;
+  for (graph::ValueId id : overridden_contents_) {
+    contents.push_back({id, graph_->values[id].content});
+  }
   for (auto& list : inputs.constants) {
-    std::vector<graph::ConstantOverride> complete;
-    for (const auto& [op, argument] : overridden_constants_) {
-      complete.push_back({op, argument, graph_->operators[op].arguments[argument].constant});
-    }
-    complete.insert(complete.end(), list.begin(), list.end());
-    list = std::move(complete);
+    list.insert(list.begin(), constants.begin(), constants.end());
   }
-  for (auto& list : inputs.contents) {
-    std::vector<graph::ContentOverride> complete;
-    for (graph::ValueId id : overridden_contents_) {
-      complete.push_back({id, graph_->values[id].content});
-    }
-    complete.insert(complete.end(), list.begin(), list.end());
-    list = std::move(complete);
-  }
+  for (auto& list : inputs.contents) list.insert(list.begin(), contents.begin(), contents.end());
 }
 
 StepProgram::Outputs StepProgram::run(Inputs inputs) {
@@ -319,7 +343,7 @@ StepProgram::Outputs StepProgram::run(Inputs inputs) {
   const graph::UnseenScope present(absent_);
   complete_overrides(inputs);
   if (graph_->trains()) begin_training(inputs.name);
-  pipeline::Executor::Step step = operands(inputs);
+  pipeline::Executor::Step step = take_operands(inputs);
   begin_records(inputs, step);
   const Reductions reductions = observe_reductions(runner_->begin_step());
   pipeline::StepResults results = runner_->run(std::move(step));
@@ -339,18 +363,19 @@ StepProgram::Outputs StepProgram::run(Inputs inputs) {
   return outputs;
 }
 
-pipeline::Executor::Step StepProgram::operands(const Inputs& inputs) {
+/// Takes the tensors out of the inputs. Constants stay there, too, for records.
+pipeline::Executor::Step StepProgram::take_operands(Inputs& inputs) {
   pipeline::Executor::Step step;
   for (int64_t m = 0; m < microbatches_; ++m) {
     pipeline::Executor::Microbatch& microbatch = step.microbatches.emplace_back();
-    microbatch.inputs = inputs.tensors[m];
+    microbatch.inputs = std::move(inputs.tensors[m]);
     microbatch.key = {*runtime_->progress.seed, inputs.random_stream, inputs.step_call,
                       global_microbatch(m)};
     // Lists that are one for all hold from the first on.
     const bool changes = has_overrides() && m < static_cast<int64_t>(inputs.constants.size());
     if (!changes) continue;
     microbatch.constants = inputs.constants[m];
-    microbatch.contents = inputs.contents[m];
+    microbatch.contents = std::move(inputs.contents[m]);
   }
   step.keeps_history = keeps_history_;
   step.keeps_losses = losses_.begin(*runtime_, inputs.step_call);

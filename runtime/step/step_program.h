@@ -72,10 +72,13 @@ class StepProgram : public std::enable_shared_from_this<StepProgram> {
   using Outputs = std::vector<std::vector<at::Tensor>>;
   using Reductions = std::shared_ptr<const std::vector<pipeline::ReductionRecord>>;
 
+  dp::BucketOptions bucket_options(const Model& model) const;
   void make_gradients();
   std::unique_ptr<dp::ShardedGradients> make_sharded_gradients(
       const dp::BucketOptions& bucket, const std::vector<graph::ValueId>& parameters) const;
-  void allocate_copies();
+  pipeline::Executor::Setup executor_setup(partitioner::Regions regions,
+                                           const pipeline::Schedule& schedule, bool shares_all);
+  void allocate_copies(const std::vector<pipeline::Frame::Copy>& copies);
   void begin_together(const ReplicaJoin::Step& step);
   void broadcast_buffers(int source);
   void begin_training(const std::string& name);
@@ -84,7 +87,7 @@ class StepProgram : public std::enable_shared_from_this<StepProgram> {
   uint64_t global_microbatch(int64_t microbatch) const;
   void complete_overrides(Inputs& inputs);
   void make_records(const graph::Graph& captured);
-  pipeline::Executor::Step operands(const Inputs& inputs);
+  pipeline::Executor::Step take_operands(Inputs& inputs);
   void begin_records(const Inputs& inputs, pipeline::Executor::Step& step);
   bool changes_numbers() const;
   core::Refusal why_no_device_graphs() const;

@@ -68,26 +68,25 @@ bool StepRecording::begin_step(int64_t number) {
   return true;
 }
 
+/// The time on the host's clock, or the number of a mark on the device's.
+int64_t StepRecording::read_clock() {
+  return device_clock_ ? device_clock_->mark() : TimelineRecorder::now();
+}
+
 void StepRecording::on_step_begin() {
   device_clock_.reset();
-  if (!device_.is_cpu()) device_clock_.emplace(device_).mark();
-  start_ = TimelineRecorder::now();
+  if (!device_.is_cpu()) device_clock_.emplace(device_);
+  start_ = read_clock();
 }
 
 /// The end of an action is the start of the next one.
 void StepRecording::on_end(size_t index, const pipeline::Action& /*action*/) {
-  if (device_clock_) {
-    device_clock_->mark();
-    return;
-  }
-  const int64_t end = TimelineRecorder::now();
+  const int64_t end = read_clock();
   recorder_.record(index, std::exchange(start_, end), end);
 }
 
 void StepRecording::on_step_end() {
-  if (!device_clock_) return;
-  const std::vector<int64_t> times = device_clock_->times();
-  for (size_t i = 0; i + 1 < times.size(); ++i) recorder_.record(i, times[i], times[i + 1]);
+  if (device_clock_) recorder_.resolve(device_clock_->times());
 }
 
 pipeline::Timeline StepRecording::gather(const std::string& title) {

@@ -36,6 +36,8 @@ class StepRecording final : public pipeline::Observer {
   /// reductions given.
   bool begin_step(int64_t number);
   void on_step_begin() override;
+  /// An action begins when its parameters are there.
+  void on_gathered() override { start_ = read_clock(); }
   void on_end(size_t index, const pipeline::Action& action) override;
   void on_step_end() override;
   void record_reductions(std::vector<pipeline::ReductionRecord> reductions) {
@@ -50,6 +52,8 @@ class StepRecording final : public pipeline::Observer {
   pipeline::Timeline gather(const std::string& title);
 
  private:
+  int64_t read_clock();
+
   const Job& job_;
   const pipeline::Schedule schedule_;
   const pipeline::Simulation predicted_;
@@ -57,7 +61,7 @@ class StepRecording final : public pipeline::Observer {
   int skipped_;  // still to come
   const c10::Device device_;
   std::optional<pipeline::DeviceClock> device_clock_;  // null: the host's
-  int64_t start_ = 0;                                  // start of the action on the host
+  int64_t start_ = 0;                                  // reading at the start of the action
 };
 
 }  // namespace smp::runtime

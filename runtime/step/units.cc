@@ -58,18 +58,26 @@ void divide_into_units(const graph::Graph& graph, const partitioner::StepModel& 
   partitioner::Plan units =
       partitioner::divided_into_units(graph, plan, step.prediction.units.of_operator);
   step.edges = pipeline::edges_of(graph, units);
-  const auto edges = pipeline::stage_edges(step.edges);
-  const auto order = pipeline::order_of_units(step.schedule, stage_of_unit(plan, units),
-                                              backward_of_stage(graph, units, step.edges));
-  step.schedule =
-      pipeline::with_unsharding(pipeline::lower(order, edges),
-                                reads_of(graph, model, units, step.edges), model.sharding().live());
   // The bytes of parameters are those of the stages.
   const auto prediction =
       partitioner::predict(graph, units, partitioner::StepModel(model).sharding({}));
-  const auto costs = pipeline::predicted_costs(graph, units, step.edges, prediction);
-  step.simulation = pipeline::simulate(step.schedule, edges, costs);
+  step.units = StepUnits{stage_of_unit(plan, units),
+                         pipeline::backward_of_stage(graph, units, step.edges),
+                         reads_of(graph, model, units, step.edges),
+                         model.sharding().live(),
+                         pipeline::stage_edges(step.edges),
+                         pipeline::predicted_costs(graph, units, step.edges, prediction)};
   plan = std::move(units);
+}
+
+pipeline::RankedSchedule schedule_of_units(const pipeline::RankedSchedule& stages,
+                                           const StepUnits& units) {
+  const auto order =
+      pipeline::order_of_units(stages.schedule, units.stage_of_unit, units.backward_of_unit);
+  auto schedule =
+      pipeline::with_unsharding(pipeline::lower(order, units.edges), units.reads, units.live);
+  auto simulation = pipeline::simulate(schedule, units.edges, units.costs);
+  return {stages.name, std::move(schedule), std::move(simulation)};
 }
 
 }  // namespace smp::runtime

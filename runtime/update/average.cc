@@ -10,7 +10,6 @@
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/apply.h"
-#include "checkpoint/safetensors.h"
 #include "comm/communicator.h"
 #include "core/check.h"
 #include "core/text.h"
@@ -39,15 +38,6 @@ at::Tensor begun(const at::Tensor& target, const at::Tensor& source) {
   return at::empty_like(target, at::TensorOptions().dtype(dtype)).copy_(source);
 }
 
-void check_name(const std::string& name) {
-  const bool fits = !name.empty() && name.size() <= checkpoint::kLongestName;
-  const bool is_text = core::printable(name, checkpoint::kLongestName) == name;
-  SMP_CHECK_WITH(UsageError, fits && is_text && name.find('/') == std::string::npos,
-                 "smp::Ema: expected a name without \"/\" and control characters, of at most ",
-                 checkpoint::kLongestName, " bytes of UTF-8, got \"", core::printable(name),
-                 "\". Checkpoints have its tensors as \"parameter/average.name\"");
-}
-
 }  // namespace
 
 Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string name, double decay)
@@ -59,7 +49,7 @@ Average::Average(Model& model, std::shared_ptr<Optimizer> optimizer, std::string
   SMP_CHECK_WITH(UsageError, 0 <= decay && decay < 1,
                  "smp::Ema: expected a decay of at least 0 and below 1, got ", decay,
                  ". It is the share of the average that an update leaves, such as 0.999");
-  check_name(name_);
+  checkpoint::check_field_name("smp::Ema", name_, checkpoint::average_field);
   for (const Average* other : model.averages) {
     SMP_CHECK_WITH(UsageError, other->name() != name_, "smp::Ema: the model has an average \"",
                    core::printable(name_),
@@ -83,6 +73,7 @@ void Average::begin(const char* call) const {
                  "Call it later; smp::load with LoadOptions().average(\"",
                  core::printable(name_), "\") gives a model averaged values before");
   check_no_average_in_use(model_, call);
+  check_pieces_unwritten(*runtime_);
 }
 
 /// The model's parameters that this rank owns, but those of integers.
@@ -182,8 +173,10 @@ OptimizerState Average::local_state() {
   OptimizerState state;
   if (loaded_) {
     for (const Entry* entry : averaged()) {
-      const at::Tensor tensor = loaded_(entry->name);
-      if (tensor.defined()) state.params[entry->name] = param_of(entry->whole_sizes(), tensor);
+      const at::Tensor whole = loaded_(entry->name);
+      if (!whole.defined()) continue;
+      const at::Tensor tensor = entry->part().cut(whole, runtime_->rank());
+      state.params[entry->name] = param_of(tensor.sizes().vec(), tensor);
     }
     return state;
   }
@@ -201,11 +194,7 @@ void Average::load(int64_t updates, Read read) {
   hook_.remove();
   if (updates == 0) return;
   loaded_ = std::move(read);
-  if (runtime_->partitioned()) {
-    take_loaded();
-  } else {
-    hook_ = model_.register_post_partition_hook([this] { take_loaded(); });
-  }
+  hook_ = model_.register_post_partition_hook([this] { take_loaded(); });  // now, if that is over
 }
 
 /// Cuts loaded values to this rank's part, once that is settled.

@@ -47,13 +47,15 @@ std::optional<comm::Sharding> sharding_along(std::vector<int64_t> dims,
   return lies;
 }
 
-/// How a field lies, given how its parameter does; nothing for one that such a parameter has not.
+/// How a field lies, given how its parameter does and the sizes that this has where the tensor is;
+/// nothing for a field that such a parameter has not.
 std::optional<comm::Sharding> sharding_of(const StateFields& fields, const std::string& field,
-                                          const at::Tensor& tensor,
-                                          const comm::Sharding& parameter) {
+                                          const at::Tensor& tensor, const comm::Sharding& parameter,
+                                          at::IntArrayRef sizes) {
   using Kind = optim::FieldLayout::Kind;
   const auto found = fields.layouts.find(field);
-  const bool is_number = tensor.defined() && tensor.dim() == 0;
+  // That of a parameter without dimensions has an element for its only one.
+  const bool is_number = tensor.defined() && tensor.dim() == 0 && !sizes.empty();
   const Kind kind = found != fields.layouts.end() ? found->second.kind
                     : is_number                   ? Kind::kWhole
                                                   : Kind::kElementwise;
@@ -98,8 +100,9 @@ struct Together {
 json describe(const Together& states, const comm::Sharding& parameter,
               const OptimizerState::Param& param) {
   json described = json::object();
+  const auto sizes = parameter.sizes_of(states.rank);
   for (const auto& [field, tensor] : param.tensors) {
-    const auto lies = sharding_of(states.fields, field, tensor, parameter);
+    const auto lies = sharding_of(states.fields, field, tensor, parameter, sizes);
     const auto expected = lies ? lies->sizes_of(states.rank) : std::vector<int64_t>();
     const auto dtype = static_cast<int>(tensor.scalar_type());
     if (!lies || tensor.sizes() != at::IntArrayRef(expected)) {
@@ -195,7 +198,7 @@ Held share_of(const Together& states, const Divided& parameter, const std::strin
   if (tensor.defined()) tensor = tensor.to(device);
   const json& description = described.state[kFields][field];
   if (description.is_number()) {
-    auto of_field = *sharding_of(states.fields, field, tensor, lies);
+    auto of_field = *sharding_of(states.fields, field, tensor, lies, lies.sizes_of(states.rank));
     return {entry, std::move(of_field), std::move(tensor), description.get<at::ScalarType>(),
             /*exists=*/true};
   }
@@ -204,11 +207,6 @@ Held share_of(const Together& states, const Divided& parameter, const std::strin
   comm::Sharding of_field{sizes, {}, {{over, first}}};
   return {entry, std::move(of_field), std::move(tensor), description[kDtype].get<at::ScalarType>(),
           /*exists=*/true};
-}
-
-/// Whether a state waits for the first step, in which the ranks are going to divide it.
-bool is_uncut(const comm::Sharding& lies, int rank, const OptimizerState::Param& param) {
-  return param.shape == lies.sizes && param.shape != lies.sizes_of(rank);
 }
 
 /// Adds to `joined` this rank's share of the states of divided parameters.
@@ -256,7 +254,7 @@ void cut_state(const comm::Sharding& sharding, int rank, const StateFields& fiel
   const auto to_do = sharding.cuts.begin() + static_cast<std::ptrdiff_t>(done);
   const comm::Sharding rest{param.shape, sharding.order, {to_do, sharding.cuts.end()}};
   for (auto& [field, tensor] : param.tensors) {
-    const auto lies = sharding_of(fields, field, tensor, rest);
+    const auto lies = sharding_of(fields, field, tensor, rest, rest.sizes);
     const auto expected = lies ? lies->sizes : std::vector<int64_t>();
     SMP_CHECK_WITH(CheckpointError, lies && tensor.sizes() == at::IntArrayRef(expected),
                    "cannot divide the optimizer's state of parameter \"", name,
@@ -268,10 +266,6 @@ void cut_state(const comm::Sharding& sharding, int rank, const StateFields& fiel
 
 }  // namespace
 
-std::string whole_name(const std::string& name) {
-  return name.empty() || name.back() != ']' ? name : name.substr(0, name.rfind('['));
-}
-
 bool find_wholes(const Runtime& runtime, const StateFields& fields, OptimizerState& state) {
   bool any = false;
   for (auto& [name, param] : state.params) {
@@ -281,7 +275,7 @@ bool find_wholes(const Runtime& runtime, const StateFields& fields, OptimizerSta
     const bool is_whole =
         std::any_of(param.tensors.begin(), param.tensors.end(), [&](const auto& item) {
           const auto& [field, tensor] = item;
-          const auto lies = sharding_of(fields, field, tensor, part);
+          const auto lies = sharding_of(fields, field, tensor, part, part.sizes);
           return lies && tensor.sizes() == at::IntArrayRef(lies->sizes) &&
                  lies->sizes != lies->sizes_of(runtime.rank());
         });
@@ -296,16 +290,9 @@ void cut_states(const Runtime& runtime, const StateFields& fields, OptimizerStat
   const int rank = runtime.rank();
   for (const auto& entry : runtime.table().entries()) {
     const comm::Sharding sharding = entry.within_owner();
-    const std::string name = entry.name_on(rank);
-    if (auto node =
-            entry.piece ? state.params.extract(name) : decltype(state.params)::node_type()) {
-      node.key() = entry.name;
-      state.params.insert(std::move(node));
-      continue;
-    }
     const auto found = state.params.find(entry.name);
     if (sharding.cuts.empty() || found == state.params.end()) continue;
-    if (name.empty()) {
+    if (!entry.updated().defined()) {
       state.params.erase(found);
       continue;
     }
@@ -326,11 +313,11 @@ void join_states(const Runtime& runtime, const StateFields& fields, const core::
   OptimizerState joined{{}, state.groups};
   for (const auto& entry : runtime.table().entries()) {
     auto lies = entry.sharding.along(over);
-    const auto found = state.params.find(entry.name);
-    const bool is_whole =
-        found != state.params.end() && (!lies || is_uncut(*lies, runtime.rank(), found->second));
-    if (is_whole && is_first) joined.params.insert(*found);
-    if (lies && !is_whole) states.divided.push_back({&entry, *std::move(lies)});
+    if (lies) {
+      states.divided.push_back({&entry, *std::move(lies)});
+    } else if (const auto found = state.params.find(entry.name); found != state.params.end()) {
+      if (is_first) joined.params.insert(*found);
+    }
   }
   for (auto& of : joined.groups) {
     if (!is_first) of.params.clear();

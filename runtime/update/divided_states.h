@@ -18,24 +18,21 @@ struct StateFields {
   optim::FieldLayouts layouts = {};
 };
 
-/// The name of a parameter given that of a piece (`Entry::name_on`); that of a parameter stays.
-std::string whole_name(const std::string& name);
-
 /// Finds the states that were made of wholes, of which the first step has left this rank parts, by
 /// the sizes of their tensors, and gives them the shapes of these. Returns whether there are some.
 bool find_wholes(const Runtime& runtime, const StateFields& fields, OptimizerState& state);
 
-/// Cuts states of whole parameters or of this rank's parts to the part that it updates. An entry
-/// under the name of a piece takes its parameter's name. Those of parameters of which it has
-/// nothing are left out. Throws `CheckpointError` where a parameter or a field has another shape.
+/// Cuts states of whole parameters or of this rank's parts to the part that it updates. Those of
+/// parameters of which it has nothing are left out. Throws `CheckpointError` where a parameter or a
+/// field has another shape.
 void cut_states(const Runtime& runtime, const StateFields& fields, OptimizerState& state);
 
 /// Puts states together from those that the ranks along an axis have, which divide parameters last:
 /// first replicas, then those of tensor-parallel groups. Each is left those of some of these
 /// parameters, with scalars, so that none needs the memory for all. The states of undivided
-/// parameters, those that are whole yet, and the names in the groups are left to the first.
-/// Collective over the ranks. Throws `UsageError` on all of them where their states differ, and
-/// where fields lie otherwise than `fields` says.
+/// parameters and the names in the groups are left to the first. Collective over the ranks. Throws
+/// `UsageError` on all of them where their states differ, and where fields lie otherwise than
+/// `fields` says.
 void join_states(const Runtime& runtime, const StateFields& fields, const core::Axis& over,
                  OptimizerState& state);
 

@@ -174,17 +174,17 @@ void Optimizer::reload_model_params() {
 OptimizerState Optimizer::local_state() {
   const OwnUse parameters(*runtime_);
   take_waiting();
-  if (!waiting_) return own_part(pieces_.gather_state());
+  if (!waiting_) {
+    OptimizerState state = pieces_.gather_state();
+    optim::erase_params(state, [&](const std::string& name) { return !runtime_->owns(name); });
+    return state;
+  }
   const auto groups = groups_now();
   std::set<std::string> names;
   for (const auto& group : groups) names.insert(group.params.begin(), group.params.end());
-  return {waiting_->read([&](const std::string& name) { return names.count(name) > 0; }), groups};
-}
-
-/// Without the parameters of other stages.
-OptimizerState Optimizer::own_part(OptimizerState state) const {
-  optim::erase_params(state,
-                      [&](const std::string& name) { return !runtime_->owns(whole_name(name)); });
+  const auto wanted = [&](const std::string& name) { return names.count(name) > 0; };
+  OptimizerState state{waiting_->read(wanted), groups};
+  cut_states(*runtime_, fields_, state);
   return state;
 }
 

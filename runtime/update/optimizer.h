@@ -100,13 +100,13 @@ class Optimizer : public std::enable_shared_from_this<Optimizer> {
   std::vector<OptimizerState::Group> groups_now() const;
   struct Groups;
   Groups compare_groups(const std::vector<OptimizerState::Group>& saved) const;
+  struct Dictionary;
   std::string other_shapes(const OptimizerState& saved) const;
   bool has_gradient() const;
   void check_trained();
-  OptimizerState own_part(OptimizerState state) const;
   bool divides() const;
-  void check_fits(const OptimizerState& state) const;
-  void check_complete(const OptimizerState& state,
+  void check_fits(const Dictionary& given) const;
+  void check_complete(const Dictionary& given,
                       const std::function<bool(const std::string&)>& wanted) const;
   std::vector<OptimizerState::Group> complete_groups(const OptimizerState& state) const;
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "checkpoint/apply.h"
+#include "core/check.h"
 #include "core/tensor_lists.h"
 #include "graph/absent.h"
 #include "optim/grad_norm.h"
@@ -27,6 +28,14 @@ optim::ParameterNames parameter_names(const Runtime& runtime) {
     if (entry.is_parameter()) {
       names.emplace(entry.tensor.unsafeGetTensorImpl(), entry.name);
     }
+  }
+  return names;
+}
+
+std::set<std::string> names_of_parameters(const Runtime& runtime) {
+  std::set<std::string> names;
+  for (const auto& entry : runtime.table().entries()) {
+    if (entry.is_parameter()) names.insert(entry.name);
   }
   return names;
 }
@@ -349,7 +358,8 @@ void OptimizerPieces::forget_replaced() {
   });
 }
 
-OptimizerState OptimizerPieces::gather_state() {
+/// That of the tensors that the optimizer updates here, under the parameters' names.
+OptimizerState OptimizerPieces::own_state() {
   divide();
   adopt_states(/*before_masters=*/has_masters_);
   OptimizerState state = optim::share_state(optimizer_, names());
@@ -358,21 +368,35 @@ OptimizerState OptimizerPieces::gather_state() {
     state.params = optim::share_state(optimizer_, names()).params;
   }
   add_masters(state);
+  return state;
+}
+
+OptimizerState OptimizerPieces::gather_state() {
+  OptimizerState state = own_state();
   join_states(runtime_, fields_, runtime_.topology().pieces(), state);
   return state;
 }
 
 OptimizerState OptimizerPieces::local_state() {
-  divide();
-  adopt_states();
-  const StandIn stand_in(*this);
-  OptimizerState state = optim::share_state(optimizer_, names());
-  add_masters(state);
+  OptimizerState state = own_state();
+  optim::erase_params(state, [&](const std::string& name) {
+    return !runtime_.owns(name) || name_of_piece(name).empty();
+  });
+  const auto parameters = names_of_parameters(runtime_);
+  const auto name_of = [&](const std::string& name) {
+    std::string piece = name_of_piece(name);
+    SMP_CHECK_WITH(UsageError, piece == name || parameters.count(piece) == 0,
+                   "cannot name the state of this replica's piece of parameter \"", name, "\": \"",
+                   piece,
+                   "\" is another parameter. Give that another name, or gather the state: "
+                   "local_state_dict(true)");
+    return piece;
+  };
   for (auto& [name, param] : std::exchange(state.params, {})) {
-    state.params.emplace(name_of_piece(name), std::move(param));
+    state.params.emplace(name_of(name), std::move(param));
   }
   for (auto& group : state.groups) {
-    for (std::string& name : group.params) name = name_of_piece(name);
+    for (std::string& name : group.params) name = name_of(name);
   }
   return state;
 }

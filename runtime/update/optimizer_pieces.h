@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,9 @@
 
 namespace smp::runtime {
 
-/// The names of all parameters.
+/// The names of all parameters, by identity and alone.
 optim::ParameterNames parameter_names(const Runtime& runtime);
+std::set<std::string> names_of_parameters(const Runtime& runtime);
 
 /// Makes an optimizer update this replica's pieces of parameters (`Model::pieces`) instead of the
 /// parameters, and with `fp16` or `bf16` the master weights of either. Its param groups hold the
@@ -67,14 +69,15 @@ class OptimizerPieces {
   /// undivided parameters, too, and the names in the groups. Collective over the replicas.
   OptimizerState gather_state();
   /// The states of this replica's pieces, under the names of `Entry::name_on`, and of undivided
-  /// parameters. Tensors of both may be the optimizer's own.
+  /// parameters that this rank owns. Tensors of both may be the optimizer's own. Throws
+  /// `UsageError` where another parameter has the name of a piece.
   OptimizerState local_state();
   /// The name of this replica's part of a parameter in `local_state`: its name where it is not
   /// divided, nothing where this replica has no piece of it.
   std::string name_of_piece(const std::string& parameter) const;
   /// Replaces the state by the pieces of that of whole parameters, which fits the values that
-  /// parameters had after `parameter_loads` (see `Runtime`); an entry with the name of a piece is
-  /// one already. Masters that are not in it begin with the parameters' values.
+  /// parameters had after `parameter_loads` (see `Runtime`); those of this replica's pieces are
+  /// taken as they are. Masters that are not in it begin with the parameters' values.
   void set_state(OptimizerState whole, int64_t parameter_loads);
 
  private:
@@ -105,6 +108,7 @@ class OptimizerPieces {
   void clip() const;
   void write_back();
   void gather();
+  OptimizerState own_state();
   void add_masters(OptimizerState& state) const;
   void take_masters(OptimizerState& state);
 

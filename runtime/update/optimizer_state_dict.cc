@@ -6,6 +6,7 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -25,62 +26,58 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kState = "state";
-constexpr const char* kGroups = "param_groups";
 constexpr const char* kTensors = "tensors";
 
 /// A rank's part, without the elements of its tensors.
-json describe(const OptimizerState& state) {
+std::string text_of(const OptimizerState& state) {
   json result = optim::to_json(state);
   result[kTensors] = json::object();
   for (const auto& [key, tensor] : optim::tensors_of(state)) {
     const auto dtype = static_cast<int>(tensor.scalar_type());
     result[kTensors][key] = {{"shape", tensor.sizes().vec()}, {"dtype", dtype}};
   }
-  return result;
+  return result.dump();
 }
 
-/// The groups of the first rank, with the parameters that any rank has in them.
-json merge_groups(const std::vector<json>& parts) {
-  json merged = parts.front()[kGroups];
-  for (size_t i = 0; i < merged.size(); ++i) {
-    std::set<std::string> names;
-    for (const json& part : parts) {
-      for (const json& name : part[kGroups][i]["params"]) names.insert(name.get<std::string>());
-    }
-    merged[i]["params"] = names;
-  }
-  return merged;
-}
-
-/// The states that the ranks of a group have, on all of them. Collective.
-OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
-  std::vector<json> parts;
-  for (const auto& text : comm::all_gather_bytes(group, describe(mine).dump())) {
-    parts.push_back(json::parse(text));
-  }
-  json merged = {{kGroups, merge_groups(parts)}, {kState, json::object()}};
-  const auto own = optim::tensors_of(mine);
+/// The inverse, with tensors that have no elements.
+OptimizerState outline_of(const std::string& text) {
+  const json described = json::parse(text);
   std::map<std::string, at::Tensor> tensors;
+  for (const auto& [key, of] : described[kTensors].items()) {
+    const auto dtype = static_cast<at::ScalarType>(of["dtype"].get<int>());
+    tensors[key] = at::empty(of["shape"].get<std::vector<int64_t>>(),
+                             at::TensorOptions(dtype).device(at::kMeta));
+  }
+  return optim::from_parts(described, tensors);
+}
+
+/// The states that the ranks of a group have, on all of them, with the groups of the first rank, in
+/// which the parameters are that any rank has there. Collective.
+OptimizerState merge(comm::Communicator& group, const OptimizerState& mine) {
+  OptimizerState merged;
   std::vector<WorkPtr> works;
-  for (size_t r = 0; r < parts.size(); ++r) {
-    std::set<std::string> added;  // several ranks' values: the first counts
-    for (const auto& [name, state] : parts[r][kState].items()) {
-      if (merged[kState].contains(name)) continue;
-      merged[kState][name] = state;
-      added.insert(name);
+  const auto texts = comm::all_gather_bytes(group, text_of(mine));
+  for (int r = 0; r < group.size(); ++r) {
+    OptimizerState theirs = outline_of(texts[r]);
+    if (r == 0) merged.groups = theirs.groups;
+    for (size_t i = 0; i < merged.groups.size(); ++i) {
+      std::set<std::string> names(theirs.groups[i].params.begin(), theirs.groups[i].params.end());
+      names.insert(merged.groups[i].params.begin(), merged.groups[i].params.end());
+      merged.groups[i].params.assign(names.begin(), names.end());
     }
-    for (const auto& [key, of] : parts[r][kTensors].items()) {
-      if (added.count(key.substr(0, key.rfind('/'))) == 0) continue;
-      const auto dtype = static_cast<at::ScalarType>(of["dtype"].get<int>());
-      const bool is_mine = group.rank() == static_cast<int>(r);
-      tensors[key] = is_mine ? own.at(key).cpu().contiguous().clone()
-                             : at::empty(of["shape"].get<std::vector<int64_t>>(), dtype);
-      works.push_back(group.async().broadcast(dp::as_real(tensors[key]), static_cast<int>(r)));
+    for (auto& [name, param] : theirs.params) {
+      if (merged.params.count(name) > 0) continue;  // several ranks' values: the first counts
+      for (auto& [field, tensor] : param.tensors) {
+        tensor = group.rank() == r
+                     ? mine.params.at(name).tensors.at(field).cpu().contiguous().clone()
+                     : at::empty(tensor.sizes(), tensor.scalar_type());
+        works.push_back(group.async().broadcast(dp::as_real(tensor), r));
+      }
+      merged.params.emplace(name, std::move(param));
     }
   }
   for (const auto& work : works) work->wait();
-  return optim::from_parts(merged, tensors);
+  return merged;
 }
 
 /// An optimizer's parameter that is a model's, too.
@@ -106,6 +103,16 @@ std::string listed(const std::set<size_t>& numbers) {
   std::string text;
   for (const size_t number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
   return text;
+}
+
+/// The parameter of which a name is that of a piece (`Entry::name_on`), if it is one.
+std::optional<std::string> whole_name(const std::string& piece,
+                                      const std::set<std::string>& parameters) {
+  const size_t range = piece.rfind('[');
+  if (range == std::string::npos || piece.find(':', range) == std::string::npos) return {};
+  const std::string whole = piece.substr(0, range);
+  if (parameters.count(whole) == 0) return {};
+  return whole;
 }
 
 std::set<std::string> names_in(const OptimizerState& state) {
@@ -144,19 +151,48 @@ OptimizerState Optimizer::local_state_dict(bool gather_if_shard) {
   at::NoGradGuard no_grad;
   if (!divides()) return optim::copy_of(local_state());
   if (gather_if_shard) return merge(*runtime_->replicas(), local_state());
-  return optim::copy_of(own_part(pieces_.local_state()));
+  return optim::copy_of(pieces_.local_state());
 }
+
+/// A dictionary that was given. One by pieces may come before the first step, which makes these.
+struct Optimizer::Dictionary {
+  OptimizerState state;                                 // its groups name parameters
+  std::map<std::string, std::set<std::string>> pieces;  // names of those that it has, by parameter
+
+  Dictionary(const OptimizerState& given, const Runtime& runtime) : state(given) {
+    const auto parameters = names_of_parameters(runtime);
+    const auto name_of = [&](const std::string& name) {
+      if (parameters.count(name) > 0) return name;
+      const auto whole = whole_name(name, parameters);
+      if (whole) pieces[*whole].insert(name);
+      return whole.value_or(name);
+    };
+    for (const auto& [name, param] : given.params) name_of(name);
+    for (auto& group : state.groups) {
+      for (std::string& name : group.params) name = name_of(name);
+    }
+  }
+
+  bool has_piece(const std::string& parameter, const std::string& piece) const {
+    const auto found = pieces.find(parameter);
+    return found != pieces.end() && found->second.count(piece) > 0;
+  }
+};
 
 void Optimizer::load_state_dict(const OptimizerState& state) {
   begin_use_of_gradients("optimizer.load_state_dict()");
   check_no_average_in_use(runtime_->models(), "optimizer.load_state_dict()");
   at::NoGradGuard no_grad;
-  check_fits(state);
-  load(complete_groups(state), [this, state](const auto& wanted) {
-    check_complete(state, wanted);
+  const Dictionary given(state, *runtime_);
+  check_fits(given);
+  load(complete_groups(given.state), [this, given](const auto& wanted) {
+    check_complete(given, wanted);
     std::map<std::string, OptimizerState::Param> params;
-    for (const auto& [name, param] : state.params) {
-      if (wanted(whole_name(name))) params.emplace(name, param);
+    for (const std::string& name : parameters()) {
+      if (!wanted(name)) continue;
+      const std::string piece = pieces_.name_of_piece(name);
+      const auto found = given.state.params.find(given.has_piece(name, piece) ? piece : name);
+      if (found != given.state.params.end()) params.emplace(name, found->second);
     }
     return params;
   });
@@ -216,7 +252,7 @@ Optimizer::Groups Optimizer::compare_groups(const std::vector<OptimizerState::Gr
     groups.own.emplace(entry->name, group);
   }
   for (size_t i = 0; i < saved.size(); ++i) {
-    for (const std::string& name : saved[i].params) groups.saved.emplace(whole_name(name), i);
+    for (const std::string& name : saved[i].params) groups.saved.emplace(name, i);
   }
   return groups;
 }
@@ -273,27 +309,29 @@ void Optimizer::check_loadable(const OptimizerState& saved, const std::string& p
 }
 
 /// Checks the parts that are known before the parameters are divided.
-void Optimizer::check_fits(const OptimizerState& state) const {
-  const Groups groups = compare_groups(state.groups);
-  const std::string problems =
-      Groups::only("unexpected", groups.saved, groups.own) + other_shapes(state) + groups.unequal();
+void Optimizer::check_fits(const Dictionary& given) const {
+  const Groups groups = compare_groups(given.state.groups);
+  const std::string problems = Groups::only("unexpected", groups.saved, groups.own) +
+                               other_shapes(given.state) + groups.unequal();
   SMP_CHECK_WITH(
       CheckpointError, problems.empty(),
       "the state dictionary does not fit the optimizer:", problems,
       "\nNothing was loaded. Build the optimizer as it was when the dictionary was made");
   if (runtime_->partitioned()) {
-    check_complete(state, [this](const std::string& name) { return runtime_->owns(name); });
+    check_complete(given, [this](const std::string& name) { return runtime_->owns(name); });
   }
 }
 
 /// Whether the dictionary knows all parameters of the optimizer that this rank needs a state for.
-void Optimizer::check_complete(const OptimizerState& state,
+void Optimizer::check_complete(const Dictionary& given,
                                const std::function<bool(const std::string&)>& wanted) const {
-  const std::set<std::string> known = names_in(state);
+  const std::set<std::string> known = names_in(given.state);
   std::string missing;
   for (const auto& [group, entry] : known_parameters(optimizer_, *runtime_)) {
     const std::string piece = wanted(entry->name) ? pieces_.name_of_piece(entry->name) : "";
-    if (piece.empty() || known.count(entry->name) > 0 || known.count(piece) > 0) continue;
+    const bool is_other =
+        given.pieces.count(entry->name) > 0 && !given.has_piece(entry->name, piece);
+    if (piece.empty() || (known.count(entry->name) > 0 && !is_other)) continue;
     missing += "\n  missing: " + piece;
   }
   SMP_CHECK_WITH(CheckpointError, missing.empty(),
@@ -307,12 +345,7 @@ void Optimizer::check_complete(const OptimizerState& state,
 std::vector<OptimizerState::Group> Optimizer::complete_groups(const OptimizerState& state) const {
   auto groups = state.groups;
   std::set<std::string> known;
-  for (auto& group : groups) {
-    for (std::string& name : group.params) {
-      name = whole_name(name);
-      known.insert(name);
-    }
-  }
+  for (const auto& group : groups) known.insert(group.params.begin(), group.params.end());
   for (const auto& [i, entry] : known_parameters(optimizer_, *runtime_)) {
     const std::string& name = entry->name;
     if (i < groups.size() && known.insert(name).second) groups[i].params.push_back(name);

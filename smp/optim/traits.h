@@ -98,7 +98,8 @@ struct FieldLayout {
 using FieldLayouts = std::map<std::string, FieldLayout>;
 
 /// The tensors of an elementwise optimizer's state that are not elementwise themselves; those
-/// without dimensions are whole, if nothing else is said. For an optimizer of your own:
+/// without dimensions are whole, if nothing else is said and the parameter has some. For an
+/// optimizer of your own:
 ///
 ///     template <>
 ///     struct smp::optim::StateLayout<MyOptimizer> {

@@ -205,7 +205,8 @@ TEST_F(ApplyTest, EveryMismatchIsInOneError) {
                 "  norm.extra: not in the model, got I64 []\n"
                 "  norm.weight: missing, expected F32 [3]\n"
                 "Build the model as it was when the checkpoint was written, or load with "
-                "strict = false to skip missing and unexpected tensors.");
+                "convert = true to convert floating point types, or load with strict = false to "
+                "skip missing and unexpected tensors.");
   const std::string lenient = load_error(net, /*strict=*/false);
   EXPECT_THAT(lenient, HasSubstr("norm.bias: expected F32 [3], got F32 [5]"));
   EXPECT_THAT(lenient, ::testing::Not(HasSubstr("norm.extra")));
@@ -221,6 +222,91 @@ TEST_F(ApplyTest, WithoutStrictLoadsWhatIsThere) {
   load_into_module(*net, path("c"), {/*strict=*/false, /*convert=*/false});
   EXPECT_TRUE(torch::equal(net->norm->bias, torch::full({3}, 5.0)));
   EXPECT_TRUE(torch::equal(net->embedding->bias, bias));
+}
+
+/// A checkpoint that has nothing for the model is another one's.
+TEST_F(ApplyTest, WithoutStrictSomethingIsThere) {
+  Net net(/*tied=*/false);
+  Shard shard;
+  shard.model = {{"norm.extra", torch::zeros({2}), {}}, {"bias", torch::zeros({3}), {}}};
+  save(shard);
+  const std::string lenient = load_error(net, /*strict=*/false);
+  EXPECT_THAT(lenient, HasSubstr("\n  norm.bias: missing, expected F32 [3]\n"));
+  EXPECT_THAT(lenient, HasSubstr("\n  norm.extra: not in the model, got F32 [2]\n"));
+  EXPECT_THAT(lenient, HasSubstr("\nBuild the model as it was when the checkpoint was written."));
+  EXPECT_EQ(lenient, load_error(net));
+}
+
+struct OneImpl : torch::nn::Module {
+  OneImpl() {
+    weight = register_parameter("weight", torch::zeros({2}));
+    tied = register_parameter("tied", weight);
+    bias = register_parameter("bias", torch::zeros({1}));
+  }
+  torch::Tensor weight, tied, bias;
+};
+TORCH_MODULE(One);
+
+/// Two models under their names, which share a tensor, and a third one.
+Shard models(bool with_bias = true) {
+  Shard shard;
+  shard.model = {{"a.weight", torch::full({2}, 1.0), {"a.tied", "b.b.tied"}},
+                 {"b.b.bias", torch::full({1}, 3.0), {}},
+                 {"c.other", torch::full({1}, 4.0), {}}};
+  if (with_bias) shard.model.push_back({"a.bias", torch::full({1}, 2.0), {}});
+  return shard;
+}
+
+TEST_F(ApplyTest, LoadsOneOfSeveralModels) {
+  save(models());
+  One one;
+  load_into_module(*one, path("c"), {/*strict=*/true, /*convert=*/false, "a"});
+  EXPECT_TRUE(torch::equal(one->weight, torch::full({2}, 1.0)));
+  EXPECT_TRUE(torch::equal(one->bias, torch::full({1}, 2.0)));
+  load_into_module(*one, path("c"), {/*strict=*/true, /*convert=*/false, "b.b"});
+  EXPECT_TRUE(torch::equal(one->weight, torch::full({2}, 1.0)));
+  EXPECT_TRUE(torch::equal(one->bias, torch::full({1}, 3.0)));
+}
+
+/// The average of the model, not of another.
+TEST_F(ApplyTest, LoadsTheAverageOfOneOfSeveralModels) {
+  Shard shard = models();
+  shard.optimizer = {{"state", nlohmann::json::object()},
+                     {"param_groups", nlohmann::json::array()},
+                     {kAverages, {{"ema", 5}}}};
+  for (const std::string name : {"a.weight", "a.bias", "b.b.bias"}) {
+    shard.optimizer_tensors[name + "/" + average_field("ema")] =
+        torch::full({name == "a.weight" ? 2 : 1}, name[0] == 'a' ? 7.0 : 8.0);
+  }
+  save(shard);
+  One one;
+  load_into_module(*one, path("c"), {/*strict=*/true, /*convert=*/false, "a"}, "ema");
+  EXPECT_TRUE(torch::equal(one->weight, torch::full({2}, 7.0)));
+  EXPECT_TRUE(torch::equal(one->bias, torch::full({1}, 7.0)));
+}
+
+TEST_F(ApplyTest, NamesTheModelsThatFit) {
+  save(models());
+  One one;
+  const auto error = [&](const Tolerance& tolerance) {
+    return checkpoint_error([&] { load_into_module(*one, path("c"), tolerance); });
+  };
+  EXPECT_THAT(error({}),
+              HasSubstr("\nBuild the model as it was when the checkpoint was written. "
+                        "The checkpoint has the model's tensors under the name of a "
+                        "model before them:\n  a\n  b.b\n"
+                        "Load one into a plain module with LoadOptions().model(\"a\"), "
+                        "or wrap the module under its name: ModelOptions().name(\"a\")."));
+  EXPECT_EQ(error({/*strict=*/false}), error({}));
+  // All names of the model that is asked for count, and none of the others'.
+  EXPECT_THAT(error({/*strict=*/true, /*convert=*/false, "c"}),
+              HasSubstr("does not fit the model:\n  c.bias: missing, expected F32 [1]\n  c.other: "
+                        "not in the model, got F32 [1]\n  c.weight: missing, expected F32 [2]\n"));
+  save(models(/*with_bias=*/false));
+  EXPECT_THAT(error({/*strict=*/true, /*convert=*/false, "a"}),
+              HasSubstr("does not fit the model:\n  a.bias: missing, expected F32 [1]\nBuild"));
+  load_into_module(*one, path("c"), {/*strict=*/false, /*convert=*/false, "a"});
+  EXPECT_TRUE(torch::equal(one->weight, torch::full({2}, 1.0)));
 }
 
 TEST_F(ApplyTest, DamagedTensorIsFoundBeforeAnythingChanges) {
@@ -241,6 +327,9 @@ TEST_F(ApplyTest, ConvertsFloatingPointTypesWhenAsked) {
   save(*net);
   Net wide;
   EXPECT_THAT(load_error(wide), HasSubstr("output: expected F32 [4, 3], got F16 [4, 3]"));
+  EXPECT_THAT(load_error(wide),
+              ::testing::EndsWith("\nBuild the model as it was when the checkpoint was written, or "
+                                  "load with convert = true to convert floating point types."));
   load_into_module(*wide, path("c"), {/*strict=*/true, /*convert=*/true});
   EXPECT_EQ(wide->output.scalar_type(), torch::kFloat);
   EXPECT_TRUE(torch::equal(wide->output, net->output.to(torch::kFloat)));

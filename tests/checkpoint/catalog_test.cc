@@ -119,7 +119,12 @@ TEST_F(CatalogTest, LeavesWhatHasTheNameOfARemovalAndIsNone) {
 
 TEST_F(CatalogTest, RecordsTheNewest) {
   EXPECT_THAT(checkpoint_error([&] { read_newest(path("")); }),
-              HasSubstr("has no record of its newest checkpoint"));
+              HasSubstr("\" has no record of its newest checkpoint: expected a file \"" + path("") +
+                        "/newest\", got none. It holds no checkpoint: name another folder, or "
+                        "begin a run without one, LoadOptions().begin_anew(true)."));
+  save("1_partial");
+  EXPECT_THAT(checkpoint_error([&] { read_newest(path("")); }),
+              HasSubstr("newest\", got none. Name the checkpoint to load."));
   update_newest(path(""), "step_100");
   update_newest(path(""), "step_200_partial");
   EXPECT_EQ(read_newest(path("")), "step_200_partial");

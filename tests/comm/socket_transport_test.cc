@@ -33,7 +33,7 @@ struct Header {
 class SocketTransportTest : public testing::Test {
  protected:
   SocketTransportTest() {
-    const Descriptor listener = listen_on_free_port("127.0.0.1");
+    const Socket listener = listen_on_free_port("127.0.0.1");
     Meeting meeting;
     meeting.ranks.resize(2);
     meeting.connections.resize(2);
@@ -49,7 +49,7 @@ class SocketTransportTest : public testing::Test {
     return transport_->abort_text();
   }
 
-  Descriptor peer_;
+  Socket peer_;
   std::unique_ptr<SocketTransport> transport_;
 };
 

@@ -408,10 +408,10 @@ TEST(StoreWorld, AForkedProcessMayEndWithoutEndingTheWorld) {
 // A rank may fork processes that live on when it has died: the connection ends all the same.
 TEST(StoreWorld, AForkedProcessKeepsNoConnectionOpen) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  const Descriptor listener = listen_on_free_port("127.0.0.1");
-  std::optional<Descriptor> own(connect_to("127.0.0.1", port_of(listener), deadline));
+  const Socket listener = listen_on_free_port("127.0.0.1");
+  std::optional<Socket> own(connect_to("127.0.0.1", port_of(listener), deadline));
   await_readable({listener.fd()}, deadline);
-  const std::optional<Descriptor> peer = accept_from(listener);
+  const std::optional<Socket> peer = accept_from(listener);
   ASSERT_TRUE(peer);
   const pid_t child = fork();
   if (child == 0) {

@@ -148,6 +148,17 @@ TEST(ReadFile, TakesRegularFilesOfASaneSize) {
   }
 }
 
+TEST(WriteFile, WritesAnewOrSaysWhyNot) {
+  const testing::TempFolder folder;
+  const std::string path = folder.write("plan", "a longer text"), missing = folder.file("no/plan");
+  core::write_file(path, "short", "cannot write the plan");
+  EXPECT_EQ(core::read_file(path, "the plan"), "short");
+  EXPECT_EQ(
+      error_of<ConfigError>(
+          [&] { core::write_file(missing, "", "cannot write the plan", "Give another one"); }),
+      "[smp] " + missing + ": cannot write the plan: No such file or directory. Give another one.");
+}
+
 class ReadPipe : public ::testing::Test {
  protected:
   ReadPipe() { EXPECT_EQ(mkfifo(path_.c_str(), 0600), 0); }

@@ -10,8 +10,8 @@ An entry is a heading with a quoted list below it, the texts of its errors:
     > - operator ... reads the data of a tensor on the host
 
 "..." stands for what differs from case to case. In the sources, an error's text is what the string
-literals of a SMP_CHECK_WITH(..), SMP_CHECK(..), fail<..>(..) or refuse(..), or of a message =
-c10::str(..), say, joined by "...".
+literals of a SMP_CHECK_WITH(..), SMP_CHECK(..), core::write_file(..), fail<..>(..) or refuse(..), or
+of a message = c10::str(..), say, joined by "...".
 A quoted line names an error if its parts between the dots occur in the error's text in order.
 A test names an error if one of its string literals has four or more words in a row of the error
 that no other error has. Where two errors say the same, any four words in a row do.
@@ -23,7 +23,7 @@ import sys
 
 RAISES = re.compile(
     r"\bSMP_CHECK_WITH\(\s*[\w:]*\w*Error\s*,|\bSMP_CHECK\(|\bfail<[\w:]*\w*Error>\("
-    r"|\brefuse_?\(|\bthrow \w*Error\(|\btake_data\(|\bmessage = c10::str\(")
+    r"|\bcore::write_file\(|\brefuse_?\(|\bthrow \w*Error\(|\btake_data\(|\bmessage = c10::str\(")
 LITERAL = re.compile(r'R"\((.*?)\)"|"((?:[^"\\]|\\.)*)"', re.DOTALL)
 GAP = "..."
 ENTRY = "> - "

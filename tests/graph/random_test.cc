@@ -175,6 +175,24 @@ TEST(NotedState, DrawsTheSameAgain) {
   EXPECT_TRUE(at::equal(default_state(), before));
 }
 
+TEST(SeedWatch, TellsSeedsFromDraws) {
+  at::manual_seed(7);
+  at::rand({1});
+  {
+    const SeedWatch watch;
+    EXPECT_FALSE(watch.was_seeded());
+    at::rand({2000});  // more than a state has
+    EXPECT_FALSE(watch.was_seeded()) << "drawn";
+    at::manual_seed(8);
+    EXPECT_TRUE(watch.was_seeded()) << "another seed";
+  }
+  at::manual_seed(7);
+  at::rand({1});
+  const SeedWatch watch;
+  at::manual_seed(7);
+  EXPECT_TRUE(watch.was_seeded()) << "the same seed";
+}
+
 /// The numbers that the operator after `before` others draws.
 std::vector<float> drawn(const RandomKey& key, int before) {
   const KeyedRandomScope scope(key);

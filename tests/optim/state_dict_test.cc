@@ -221,6 +221,20 @@ TEST(OptimizerStateContentsTest, RestoredTensorsTakeTheStridesOfTheirParameter) 
   EXPECT_EQ(result.exp_avg().strides(), params["w"].strides());
 }
 
+/// Such as one that replicas with pieces of parameters saved. Adagrad demands a state of it.
+TEST(OptimizerStateContentsTest, AParameterWithoutElementsKeepsItsState) {
+  Params params{{"empty", torch::zeros({0, 4}).requires_grad_()},
+                {"full", torch::ones({2}).requires_grad_()}};
+  torch::optim::Adagrad optimizer({params["empty"], params["full"]});
+  OptimizerState saved = get_state(optimizer, names_of(params));
+  saved.params.erase("empty");
+  set_state(optimizer, saved, names_of(params));
+  for (auto& [name, param] : params) param.mutable_grad() = torch::ones_like(param);
+  optimizer.step();
+  EXPECT_EQ(get_state(optimizer, names_of(params)).params.count("empty"), 1u);
+  EXPECT_TRUE(torch::equal(params["full"], torch::full({2}, 0.99)));
+}
+
 TEST(OptimizerStateContentsTest, InfiniteOptionsSurviveText) {
   Params params = make_params();
   const double infinity = std::numeric_limits<double>::infinity();

@@ -270,5 +270,27 @@ TEST(PinErrors, NoRoomBetweenTwoPins) {
             "for fewer partitions.");
 }
 
+/// Where operators stay together, the error says which and why.
+TEST(PinErrors, NoRoomBetweenTwoPinsAmongOperatorsThatStayTogether) {
+  GraphBuilder b;
+  const Ref w = b.parameter("w", ones(2, 2));
+  Ref x = b.input(ones(2, 2));
+  for (int i = 0; i < 5; ++i) {
+    x = b.op("aten::matmul", {x, w});
+    b.graph().operators.back().mode.autocast_cpu = i > 0 && i < 4;
+  }
+  b.backward(b.op("aten::sum", {x, c10::IValue()}));
+  b.graph().operators[0].mode.partition = 0;
+  b.graph().operators[4].mode.partition = 3;
+  EXPECT_EQ(error_of<PartitionError>([&] { partition(b.graph(), PartitionOptions(4)); }),
+            "[smp] cannot keep the pins: operator 0 (aten::matmul) is called under "
+            "smp::partition(0), but operator 4 (aten::matmul) is called under smp::partition(3), "
+            "and between the two there are too few operators for the 2 stages that come between "
+            "them: 2 of the 4 cuts between them are illegal, the first of these 1|2: parameter "
+            "\"w\" is cast once for operator 1 (aten::matmul) and operator 3 (aten::matmul), which "
+            "run under one autocast scope, so they stay together. Pin fewer operators, or ask for "
+            "fewer partitions.");
+}
+
 }  // namespace
 }  // namespace smp::partitioner::testing

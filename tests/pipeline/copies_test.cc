@@ -70,10 +70,10 @@ TEST(Copies, AreMadeAnewButOfUnwrittenBuffers) {
     table.add(graph::ValueKind::kParameter, "weight", weight);
     table.add(graph::ValueKind::kBuffer, "mask", mask);
     table.add(graph::ValueKind::kBuffer, "count", count);
-    const CopiedTensors copies({0, 1, {0, 1, 2}}, graph, table, {});
-    EXPECT_EQ(copies.nbytes(), 6 * 4 + 2 * 8 + 8);
-    EXPECT_TRUE(copies.shards().empty());
-    const std::set<graph::ValueId> unwritten = {1};
+    const CopiedTensors copies({0, 1, {0, 1, 2}}, graph, table, nullptr, {});
+    const CopiedTensors::Unwritten unwritten = {1};
+    EXPECT_EQ(copies.nbytes({}), 6 * 4 + 2 * 8 + 8);
+    EXPECT_EQ(copies.nbytes(unwritten), 6 * 4 + 8);
     if (owns) {
       copies.send(*world, 1, unwritten);
       return;

@@ -55,13 +55,14 @@ TEST(MessagesHeld, IsTheNumberOfMicrobatchesInFlight) {
 TEST(Executor, RefusesAScheduleThatDoesNotGetToItsEnd) {
   const Schedule schedule = parse_schedule(
       "schedule ranks=1 microbatches=1 backward=yes rank_of_stage=0\nrank 0: 0F0 0REDUCE\n");
-  std::string text;
-  try {
-    const auto pool = std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front());
-    Executor(schedule, graph::Graph(), {}, pool, /*ahead=*/1);
-  } catch (const Error& error) {
-    text = error.what();
-  }
+  const auto pool = std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front());
+  const graph::Graph graph;
+  const partitioner::Plan plan;
+  const std::vector<Edge> edges;
+  const PartitionedGraph partitioned(graph, plan, edges);
+  const graph::TensorTable table;
+  const std::string text =
+      testing::error_of([&] { Executor(schedule, partitioned, {table}, pool, /*ahead=*/1); });
   EXPECT_NE(text.find("schedule: rank 0 never does 0B0"), std::string::npos) << text;
 }
 
@@ -121,14 +122,9 @@ class Notes final : public Observer {
 class TwoStagesTest : public ::testing::Test {
  protected:
   TwoStagesTest() {
-    for (const int stage : {0, 1}) {
-      executor_.add_stage(
-          std::make_unique<Stage>(partitioned_, stage, kMicrobatches, graph::TensorTable()));
-    }
     for (int m = 0; m < kMicrobatches; ++m) {
       step_.microbatches.push_back({{at::zeros({1}), at::ones({1}) * (m + 3)}, {}, {}, {}});
     }
-    executor_.set_gradients(&sums_);
   }
 
   std::string error_of_run() {
@@ -138,10 +134,12 @@ class TwoStagesTest : public ::testing::Test {
   const TwoStages two_;
   const std::vector<Edge> edges_{two_.edge};
   const PartitionedGraph partitioned_{two_.graph, two_.plan, edges_};
-  Executor executor_{two_.schedule(), two_.graph, edges_,
-                     std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front()),
-                     /*ahead=*/1};
+  const graph::TensorTable table_;
   GradientSums sums_;
+  const Executor::Setup setup_{table_, &sums_};
+  const std::shared_ptr<comm::ChannelPool> pool_ =
+      std::make_shared<comm::ChannelPool>(comm::make_thread_world(1).front());
+  Executor executor_{two_.schedule(), partitioned_, setup_, pool_, /*ahead=*/1};
   Executor::Step step_;
 };
 
@@ -163,9 +161,15 @@ TEST_F(TwoStagesTest, ARankDoesItsListAndReturnsResults) {
   }
 }
 
+TEST_F(TwoStagesTest, BackwardsNeedSumsOfGradients) {
+  const std::string error = testing::error_of(
+      [&] { Executor(two_.schedule(), partitioned_, {table_}, pool_, /*ahead=*/1); });
+  EXPECT_NE(error.find("a step with backwards has sums of gradients"), std::string::npos) << error;
+}
+
 TEST_F(TwoStagesTest, AForwardThatIsNotInTheListIsSeen) {
   StepResults results;
-  executor_.stage(0).forward(/*microbatch=*/1, step_.microbatches[1].inputs, {}, results);
+  executor_.stages().at(0)->forward(/*microbatch=*/1, step_.microbatches[1].inputs, {}, results);
   const std::string error = error_of_run();
   EXPECT_NE(error.find("stage 0 has run the forward of microbatch 1 already"), std::string::npos)
       << error;
@@ -173,7 +177,7 @@ TEST_F(TwoStagesTest, AForwardThatIsNotInTheListIsSeen) {
 
 TEST_F(TwoStagesTest, AMessageThatNoActionTakesIsSeen) {
   // It changes places with the gradient of stage 1.
-  Stage& stage = executor_.stage(0);
+  Stage& stage = *executor_.stages().at(0);
   stage.message(/*microbatch=*/1, /*edge=*/0, /*is_backward=*/true).push_back(at::ones({1}));
   const std::string error = error_of_run();
   EXPECT_NE(error.find("stage 1 has a message of microbatch 1 after the step"), std::string::npos)

@@ -56,16 +56,16 @@ TEST(Frame, CopiesComeFirstAndOutputsLast) {
   EXPECT_EQ(parse_schedule(to_string(schedule)), schedule);
 }
 
-TEST(Frame, DividedCopiesAreGatheredWhileTheyAreSent) {
+TEST(Frame, CopiesGoInTheOrderOfOwnerAndReader) {
   const Schedule forwards = parse_schedule(
       "schedule ranks=3 microbatches=1 backward=no rank_of_stage=0,1,2\n"
       "rank 0: 0F0\nrank 1: 1F0\nrank 2: 2F0\n");
   Frame frame;
-  frame.copies = {{0, 1, {}, true}, {0, 2}, {1, 2}, {2, 0, {}, true}};
+  frame.copies = {{0, 1}, {0, 2}, {1, 2}, {2, 0}};
   const Schedule schedule = with_frame(forwards, frame);
-  EXPECT_EQ(text_of(schedule, 0), "0UNSHARD 0SEND_COPY>1 0RESHARD 0SEND_COPY>2 0RECV_COPY<2 0F0");
+  EXPECT_EQ(text_of(schedule, 0), "0SEND_COPY>1 0SEND_COPY>2 0RECV_COPY<2 0F0");
   EXPECT_EQ(text_of(schedule, 1), "1RECV_COPY<0 1SEND_COPY>2 1F0");
-  EXPECT_EQ(text_of(schedule, 2), "2RECV_COPY<0 2RECV_COPY<1 2UNSHARD 2SEND_COPY>0 2RESHARD 2F0");
+  EXPECT_EQ(text_of(schedule, 2), "2RECV_COPY<0 2RECV_COPY<1 2SEND_COPY>0 2F0");
   EXPECT_EQ(testing::error_or_none([&] { verify_frame(schedule); }), "");
 }
 
@@ -120,10 +120,18 @@ TEST(FrameVerifier, WantsCopiesInOneOrder) {
 }
 
 TEST(FrameVerifier, WantsCopiesBeforeAllElse) {
-  EXPECT_EQ(
-      refusal(around("", kFirst, " 0SEND_COPY>1"), around("1RECV_COPY<0 ", kSecond)),
-      "[smp] schedule: rank 0 at action 5 (0SEND_COPY>1): copies come before all computes and "
-      "transfers.");
+  EXPECT_EQ(refusal(around("", kFirst, " 0SEND_COPY>1"), around("1RECV_COPY<0 ", kSecond)),
+            "[smp] schedule: rank 0 at action 5 (0SEND_COPY>1): copies come before all computes, "
+            "transfers and unshards.");
+}
+
+/// A divided parameter that is sent is the only one that the rank has whole.
+TEST(FrameVerifier, WantsCopiesBeforeAllUnshards) {
+  EXPECT_EQ(refusal(around("0UNSHARD 0SEND_COPY>1 ", kFirst), around("1RECV_COPY<0 ", kSecond)),
+            "[smp] schedule: rank 0 at action 1 (0SEND_COPY>1): copies come before all computes, "
+            "transfers and unshards.");
+  EXPECT_EQ(refusal(around("0SEND_COPY>1 0UNSHARD ", kFirst), around("1RECV_COPY<0 ", kSecond)),
+            "");
 }
 
 TEST(FrameVerifier, WantsCopiesBetweenRanks) {
@@ -196,7 +204,7 @@ TEST(FrameVerifier, CopiesThatItAcceptsGetToTheEnd) {
       if (rank_of_stage[pair.first] != rank_of_stage[pair.second]) pairs.insert(pair);
     }
     Frame frame;
-    for (const auto& [from, to] : pairs) frame.copies.push_back({from, to, {}, below(2) == 0});
+    for (const auto& [from, to] : pairs) frame.copies.push_back({from, to});
     Schedule schedule = with_frame(Schedule(ranks, 1, rank_of_stage, false), frame);
     ASSERT_EQ(testing::error_or_none([&] { verify_frame(schedule); }), "") << to_string(schedule);
     ASSERT_TRUE(gets_to_the_end(schedule)) << to_string(schedule);

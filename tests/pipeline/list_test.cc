@@ -314,6 +314,24 @@ TEST(List, ErrorsNameTheLimit) {
                   "there. Use more microbatches or partitions, or raise the limit.");
 }
 
+/// One half that needs more than a whole backward leaves whole ones.
+TEST(List, RunsWholeBackwardsWhereHalvesNeedMoreThanTheLimit) {
+  for (const double gradients : {0, 1, 3}) {
+    for (const double for_weights : {4, 5, 7}) {
+      auto options = ScheduleOptions(2, 3);
+      auto costs = StageCosts::uniform(2);
+      costs.kept = {5, 5};
+      costs.kept_for_weights = {for_weights, for_weights};
+      costs.gradients_for_weights = {gradients, gradients};
+      options.costs(costs).memory_limit({5, 5});
+      SCOPED_TRACE(c10::str(gradients, " beside it, ", for_weights, " between halves"));
+      EXPECT_EQ(run(options).peak_memory, (std::vector<double>{5, 5}));
+      const auto ranking = rank_schedules(options);
+      EXPECT_EQ(ranking.schedules.size(), 1U) << to_string(ranking);
+    }
+  }
+}
+
 // --- the ranking ------------------------------------------------------------------------------
 
 TEST(Ranking, PutsTheShortestStepFirstAndSaysWhatIsRefused) {
@@ -400,13 +418,25 @@ TEST(Ranking, MakesAListOnlyIfNothingElseFitsWhereAskedTo) {
   EXPECT_EQ(names(), std::vector<std::string>{"list"});
 }
 
+TEST(Ranking, SumsMayExceedALimitByRounding) {
+  auto costs = StageCosts::uniform(4);
+  costs.kept.assign(4, 0.1);
+  auto options = ScheduleOptions(4, 8).costs(costs).memory_limit(std::vector<double>(4, 0.3));
+  const auto ranking = rank_schedules(options);
+  EXPECT_EQ(ranking.best().name, "list");
+  EXPECT_EQ(ranking.best().simulation.peak_memory[0], 0.1 + 0.1 + 0.1);
+  EXPECT_GT(0.1 + 0.1 + 0.1, 0.3);
+  costs.kept.assign(4, 0.1 + 0.1 + 0.1);
+  EXPECT_EQ(rank_schedules(options.costs(costs)).best().name, "list");
+}
+
 TEST(Ranking, IsRefusedWhereNothingFits) {
   auto options = ScheduleOptions(2, 4);
   auto costs = StageCosts::uniform(2);
-  costs.kept = {3, 3};
-  options.costs(costs).memory_limit({3, 2});
+  costs.kept = {12'345'678'901, 12'345'678'901};
+  options.costs(costs).memory_limit({12'345'678'901, 12'345'670'000});
   expect_contains(error_of([&] { rank_schedules(options); }),
-                  "rank 1 may keep 2, but one microbatch needs 3 there");
+                  "rank 1 may keep 12345670000, but one microbatch needs 12345678901 there");
 }
 
 }  // namespace

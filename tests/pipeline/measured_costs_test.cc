@@ -33,7 +33,7 @@ TEST(ExchangeBackwards, KeepsTheOrder) {
                            "rank 0: 0F0 0F1 0B0 0I1 0W1\n"
                            "rank 1: 1F0 1I0 1F1 1W0 1B1\n"),
             chain_edges(2));
-  EXPECT_EQ(to_string(exchange_backwards(schedule, chain_edges(2))),
+  EXPECT_EQ(to_string(exchange_backwards(schedule, ScheduleOptions(2, 2))),
             to_string(lower(
                 parse_schedule("schedule ranks=2 microbatches=2 backward=yes rank_of_stage=0,1\n"
                                "rank 0: 0F0 0F1 0I0 0W0 0B1\n"
@@ -53,7 +53,7 @@ TEST(ExchangeBackwards, OfEveryScheduleIsRightAndKeepsNoMore) {
         costs.kept.assign(placed.stages(), 1);
         const auto options = ScheduleOptions(placed).costs(costs);
         const Schedule schedule = lowered(kind, options);
-        const Schedule exchanged = exchange_backwards(schedule, options.edges());
+        const Schedule exchanged = exchange_backwards(schedule, options);
         verify(exchanged, options.edges(), VerifyOptions().credit(microbatches));
         EXPECT_EQ(count(exchanged, Kind::kBackward), count(schedule, Kind::kBackwardInput));
         EXPECT_EQ(count(exchanged, Kind::kBackwardInput), count(schedule, Kind::kBackward));
@@ -63,6 +63,25 @@ TEST(ExchangeBackwards, OfEveryScheduleIsRightAndKeepsNoMore) {
       }
     }
   }
+}
+
+/// Between its halves a backward may keep more than before them.
+TEST(ExchangeBackwards, LeavesThoseOfARankWhereTheyWouldNotFit) {
+  const Schedule schedule = lowered(one_forward_one_backward, ScheduleOptions(2, 3));
+  auto costs = StageCosts::uniform(2);
+  costs.kept = {1, 1};
+  costs.gradients_for_weights = {0.25, 0.25};
+  const auto halves = [&](const std::vector<double>& limit) {
+    const auto options = ScheduleOptions(2, 3).costs(costs).memory_limit(limit);
+    const Schedule exchanged = exchange_backwards(schedule, options);
+    const auto peaks = simulate(exchanged, options.edges(), costs).peak_memory;
+    for (size_t rank = 0; rank < limit.size(); ++rank) EXPECT_LE(peaks[rank], limit[rank]);
+    return count(exchanged, Kind::kBackwardInput);
+  };
+  EXPECT_EQ(halves({}), 6);
+  EXPECT_EQ(halves({2.25, 1.25}), 6);
+  EXPECT_EQ(halves({2, 1.25}), 3);
+  EXPECT_EQ(halves({2, 1}), 0);
 }
 
 // --- measuring --------------------------------------------------------------------------------
@@ -92,7 +111,7 @@ std::vector<Timeline> recorded(const StageCosts& costs) {
   const auto schedule = lower(one_forward_one_backward(ScheduleOptions(3, 5)), edges);
   Timeline whole, split;
   whole.measured = {step_of(schedule, costs)};
-  split.measured = {step_of(exchange_backwards(schedule, edges), costs)};
+  split.measured = {step_of(exchange_backwards(schedule, ScheduleOptions(3, 5)), costs)};
   return {whole, split};
 }
 

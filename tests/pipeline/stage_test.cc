@@ -4,8 +4,10 @@
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -72,6 +74,32 @@ class StageTest : public ::testing::Test {
 // Facts of its own for each of hundreds of stages would take hundreds of megabytes.
 TEST_F(StageTest, StagesShareTheFactsOfTheirGraph) {
   for (const auto& stage : stages_) EXPECT_EQ(&stage->program().facts, &partitioned_->facts);
+}
+
+// Tensors for all values of the graph in each of hundreds of stages would take megabytes. (Under a
+// sanitizer the allocator tells nothing, and every stage passes.)
+TEST_F(StageTest, AStageHoldsNothingOfTheValuesOfOthers) {
+  const auto bytes = [] {
+    const auto info = mallinfo2();
+    return info.uordblks + info.hblkhd;
+  };
+  constexpr size_t kOthers = 100'000;
+  graph::Graph graph = *graph_;
+  for (size_t i = 0; i < kOthers; ++i) {
+    graph::Value other;
+    other.meta = graph::TensorMeta::of(x_);
+    graph.values.push_back(other);
+  }
+  const PartitionedGraph partitioned(graph, plan_, edges_);
+  std::vector<std::unique_ptr<Stage>> stages(10);
+  const size_t before = bytes();
+  for (auto& stage : stages) stage = std::make_unique<Stage>(partitioned, 0, 2, table_);
+  EXPECT_LT(bytes() - before, kOthers * sizeof(at::Tensor));
+  stages.front()->forward(0, {x_}, {}, results_);
+  const auto is_defined = [](const at::Tensor& tensor) { return tensor.defined(); };
+  EXPECT_TRUE(
+      std::none_of(partitioned.environment->begin(), partitioned.environment->end(), is_defined))
+      << "another stage runs now";
 }
 
 // Microbatches that are in flight together keep their histories apart, whole or in two parts.

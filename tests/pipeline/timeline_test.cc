@@ -68,6 +68,22 @@ TEST(TimelineRecorder, TakesWhatIsKeptFromTheSimulation) {
                   "expected what is kept after 5 actions, got 0");
 }
 
+TEST(TimelineRecorder, TakesTimesThatAreReadAfterTheStep) {
+  TimelineRecorder recorder(0, 0, /*actions=*/2, /*steps=*/2);
+  recorder.begin_step(1);
+  recorder.record(0, 7, 8);
+  recorder.begin_step(2);
+  recorder.record(0, 0, 1);
+  recorder.record(1, 2, 3);
+  recorder.resolve({100, 140, 150, 190});
+  const auto steps = recorder.finish().steps;
+  EXPECT_EQ(steps[0].records[0].start, 7);
+  EXPECT_EQ(steps[1].records[0].start, 100);
+  EXPECT_EQ(steps[1].records[0].end, 140);
+  EXPECT_EQ(steps[1].records[1].start, 150);
+  EXPECT_EQ(steps[1].records[1].end, 190);
+}
+
 TEST(TimelineRecorder, ItsClockGoesForward) {
   const int64_t before = TimelineRecorder::now();
   EXPECT_GT(before, 0);

@@ -149,7 +149,13 @@ TEST(Rejects, MoreMemoryThanARankMayKeep) {
   expect_contains(verify_error(schedule, {}, bound(10)),
                   "rank 0 at action 2 (0I0): makes the rank keep 11, memory_limit allows 10. Run a "
                   "backward first, or raise memory_limit.");
-  expect_contains(verify_error(schedule, {}, bound(9)), "rank 0 at action 1 (0F1): makes");
+  // And not where the limit is first exceeded, so that this one would suffice.
+  expect_contains(verify_error(schedule, {}, bound(4)), "rank 0 at action 2 (0I0): makes");
+  // Bytes are whole numbers.
+  costs.kept = {1234567890};
+  expect_contains(
+      verify_error(schedule, {}, bound(5)),
+      "rank 0 at action 2 (0I0): makes the rank keep 2469135781, memory_limit allows 5.");
   // Nothing is kept on a stage without a backward.
   const auto evaluation = lowered(forward_only, ScheduleOptions(2, 2));
   auto of_two = StageCosts::uniform(2);

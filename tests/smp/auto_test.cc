@@ -9,17 +9,23 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "runtime/runtime.h"
 #include "tests/action_hook.h"
 #include "tests/smp/models.h"
 #include "tests/smp/oracle.h"
 #include "tests/smp/parity.h"
+#include "tests/smp/sharded.h"
+#include "tests/temp_folder.h"
 
 namespace smp::testing {
 namespace {
@@ -31,12 +37,21 @@ using pipeline::Action;
 constexpr int kTrialSteps = 12;
 constexpr int kSteps = kTrialSteps + 2;
 
-/// Makes actions of some kinds slow, so that the measured costs are not those predicted.
-ActionHook::Function slow(std::set<Action::Kind> kinds) {
-  return [kinds = std::move(kinds)](const Action& action) {
-    if (kinds.count(action.kind) > 0) std::this_thread::sleep_for(std::chrono::milliseconds(25));
-  };
-}
+void wait() { std::this_thread::sleep_for(std::chrono::milliseconds(25)); }
+
+/// Makes actions of some kinds slow, on all replicas or one, so that the measured costs are not
+/// those predicted.
+struct Slow final : pipeline::Observer {
+  explicit Slow(std::set<Action::Kind> those, std::optional<int> only = std::nullopt)
+      : kinds(std::move(those)), replica(only) {}
+
+  void on_end(size_t /*index*/, const Action& action) override {
+    if (kinds.count(action.kind) > 0 && replica.value_or(dp_rank()) == dp_rank()) wait();
+  }
+
+  const std::set<Action::Kind> kinds;
+  const std::optional<int> replica;
+};
 
 Layout auto_layout(int replicas) { return Layout{2, replicas, 4, "auto"}.with_steps(kSteps); }
 
@@ -52,12 +67,21 @@ std::string text_of(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// The kinds of computes that the timeline shows, as letters, of all replicas.
-std::set<char> recorded_kinds() {
+/// The actions that the timeline shows, of all replicas, in the order of each rank's list.
+std::vector<nlohmann::json> recorded_actions() {
   const auto trace = nlohmann::json::parse(text_of(page_path().replace_extension(".json")));
-  std::set<char> kinds;
+  std::vector<nlohmann::json> actions;
   for (const auto& event : trace.at("traceEvents")) {
-    if (event.at("ph") == "X") kinds.insert(event.at("name").get<std::string>()[1]);
+    if (event.at("ph") == "X") actions.push_back(event);
+  }
+  return actions;
+}
+
+/// The kinds of their computes, as letters.
+std::set<char> recorded_kinds() {
+  std::set<char> kinds;
+  for (const auto& action : recorded_actions()) {
+    kinds.insert(action.at("name").get<std::string>()[1]);
   }
   return kinds;
 }
@@ -69,29 +93,44 @@ class Auto : public ::testing::Test {
     std::filesystem::remove(page_path());
   }
 
-  /// Trains on ranks with that hook and compares with one process. Returns the log.
-  static std::string train(const Layout& layout, const ActionHook::Function& hook) {
+  /// Trains on ranks, which are observed, and compares with one process. Returns the log.
+  template <class Training>
+  static std::string train(Training tested, pipeline::Observer& observer) {
+    tested.config.timeline(page_path().string()).skip_tracing(true);
+    tested.run_ranks = [&](int ranks, const Config& config, const std::function<void()>& program) {
+      run_as_threads(ranks, config, [&] {
+        runtime::Runtime::get().execution.observers.push_back(&observer);
+        program();
+      });
+    };
     ::testing::internal::CaptureStderr();
-    parity::check<TinyGpt, torch::optim::Adam>(
-        layout, std::function<TinyGpt()>([] { return TinyGpt(true); }),
-        torch::optim::AdamOptions(1e-2),
-        [&](int ranks, const Config& config, const std::function<void()>& program) {
-          // Cut by memory, so that stages take unequal times and zb_h2 is predicted to be the best.
-          const auto recorded =
-              Config(config).timeline(page_path().string()).skip_tracing(true).memory_weight(0.8);
-          run_as_threads(ranks, recorded, [&] {
-            ActionHook observer(hook);
-            runtime::Runtime::get().execution.observers.push_back(&observer);
-            program();
-          });
-        });
+    if (tested.config.sharded_data_parallel_degree() > 1) {
+      expect_as_plain(tested);
+    } else {
+      expect_same(tested.run_on_ranks(), tested.run_plain());
+    }
     return ::testing::internal::GetCapturedStderr();
+  }
+
+  static std::string train(const Layout& layout, pipeline::Observer& observer) {
+    auto tested = parity::training<TinyGpt, torch::optim::Adam>(
+        layout, std::function<TinyGpt()>(tied_gpt), torch::optim::AdamOptions(1e-2));
+    // Cut by memory, so that stages take unequal times and zb_h2 is predicted to be the best.
+    tested.config.memory_weight(0.8);
+    return train(std::move(tested), observer);
+  }
+
+  /// Two replicas that divide parameters, so that stages run in units.
+  static auto divided(const std::string& pipeline, int steps) {
+    return sharded_pipelines<TinyGpt, torch::optim::Adam>(
+        Layout{2, 2, 4, pipeline}.with_steps(steps), Sharded{2, 2, 4},
+        std::function<TinyGpt()>(tied_gpt), torch::optim::AdamOptions(1e-2));
   }
 };
 
 TEST_F(Auto, LeavesSplitBackwardsThatAreSlow) {
-  const auto log =
-      train(auto_layout(1), slow({Action::Kind::kBackwardInput, Action::Kind::kBackwardWeight}));
+  Slow slow({Action::Kind::kBackwardInput, Action::Kind::kBackwardWeight});
+  const auto log = train(auto_layout(1), slow);
   expect_has(log, {"\"pipeline\": \"auto\" changes from \"zb_h2\" to \""});
   expect_has(text_of(page_path()), {"auto: ", ", 2 stages, 4 microbatches"});
   EXPECT_EQ(recorded_kinds().count('I'), 0u);
@@ -99,19 +138,67 @@ TEST_F(Auto, LeavesSplitBackwardsThatAreSlow) {
 }
 
 TEST_F(Auto, LeavesWholeBackwardsThatAreSlow) {
-  train(auto_layout(1), slow({Action::Kind::kBackward}));
+  Slow slow({Action::Kind::kBackward});
+  train(auto_layout(1), slow);
   EXPECT_EQ(recorded_kinds().count('I'), 1u);
   EXPECT_EQ(recorded_kinds().count('B'), 0u);
 }
 
 TEST_F(Auto, ReplicasDecideTogether) {
-  // On one of them only.
-  const auto slow_action = slow({Action::Kind::kBackward});
-  train(auto_layout(2), [&](const Action& action) {
-    if (dp_rank() == 1) slow_action(action);
-  });
+  Slow slow({Action::Kind::kBackward}, /*only=*/1);
+  train(auto_layout(2), slow);
   EXPECT_EQ(recorded_kinds().count('I'), 1u);
   EXPECT_EQ(recorded_kinds().count('B'), 0u);
+}
+
+/// Some of which run again, and are recalled from a store.
+TEST_F(Auto, LeavesWholeBackwardsOfUnitsThatAreSlow) {
+  auto tested = divided("auto", kSteps);
+  tested.config.offload_activations(true);
+  tested.prepare = [](TinyGpt& net) {
+    for (auto& module : net->up) set_activation_checkpointing(module);
+  };
+  Slow slow({Action::Kind::kBackward}, /*only=*/1);
+  const auto log = train(tested, slow);
+  expect_has(log, {"Schedules by measured costs (us):\n", "\"pipeline\": \"auto\" "});
+  EXPECT_EQ(recorded_kinds().count('I'), 1u);
+  EXPECT_EQ(recorded_kinds().count('B'), 0u);
+  EXPECT_EQ(recorded_kinds().count('U'), 1u);
+}
+
+/// Two stages on each rank.
+TEST_F(Auto, LeavesSplitBackwardsOfUnitsThatAreSlow) {
+  const TempFolder folder;
+  const auto of_two_stages = [&](const char* pipeline, int steps) {
+    auto result = divided(pipeline, steps);
+    result.config.virtual_stages(2).partition_file(folder.file("plan.json"));
+    return result;
+  };
+  Slow slow({Action::Kind::kBackwardInput, Action::Kind::kBackwardWeight});
+  train(of_two_stages("interleaved_1f1b", 1), slow);
+  auto tested = of_two_stages("auto", kSteps);
+  tested.config.load_partition(true);
+  const auto log = train(tested, slow);
+  expect_has(log, {"Schedules by measured costs (us):\n", "\nnot 1f1b: "});
+  EXPECT_EQ(recorded_kinds().count('I'), 0u);
+  EXPECT_EQ(recorded_kinds().count('B'), 1u);
+}
+
+/// Waiting for parameters is no time of a compute.
+TEST_F(Auto, AComputeBeginsWhenItsParametersAreThere) {
+  ActionHook late([](const Action& action) {
+    if (action.kind == Action::Kind::kForward) wait();
+  });
+  train(divided("1f1b", 6), late);
+  std::map<std::pair<int, int>, double> ends;  // ends of the last actions of ranks
+  int waits = 0;
+  for (const auto& action : recorded_actions()) {
+    const double begin = action.at("ts");
+    double& end = ends.emplace(std::pair(action.at("pid"), action.at("tid")), begin).first->second;
+    if (action.at("cat") == "forward" && begin - end >= 25'000) ++waits;
+    end = begin + action.at("dur").get<double>();
+  }
+  EXPECT_GT(waits, 0);
 }
 
 /// Losses of two replicas, the second of which takes another way through its model now and then.

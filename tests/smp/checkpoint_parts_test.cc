@@ -239,6 +239,28 @@ TEST_F(CheckpointPartsTest, AModelOfItLoadsAlone) {
   });
 }
 
+/// So it can in a plain module, by the name of the model.
+TEST_F(CheckpointPartsTest, AModelOfItLoadsIntoAPlainModule) {
+  const Named all = run(kStages, 5, [&](Gan& gan) {
+    gan.train_step(0);
+    save(folder_.file("gan"), gan.parts());
+  });
+  Mlp net = Gan::make(9, MlpImpl::kWidth);
+  load_into_module(folder_.file("gan"), *net, LoadOptions().model("generator"));
+  for (const auto& [name, tensor] : state_of(*net)) expect_equal(tensor, all.at("g." + name), name);
+  expect_has(error_of<CheckpointError>(
+                 [&] { load_into_module(folder_.file("gan"), *net, LoadOptions().strict(false)); }),
+             {"in.weight: missing", "generator.in.weight: not in the model", "\n  generator\n",
+              "LoadOptions().model(\"generator\")"});
+  run_as_threads(1, cut(1, 4), [&] {
+    DistributedModel<Mlp> model(net, ModelOptions().name("generator"));
+    expect_has(error_of<UsageError>(
+                   [&] { load(folder_.file("gan"), model, LoadOptions().model("generator")); }),
+               "smp::load: LoadOptions().model(\"generator\") is for smp::load_into_module. A "
+               "DistributedModel takes the tensors of the model of its own name");
+  });
+}
+
 /// A job that is started again has all of them back.
 TEST_F(CheckpointPartsTest, ARestartGoesOnFromACopyOfAll) {
   setenv(core::kRecoveryDirVariable, folder_.path().c_str(), 1);

@@ -7,6 +7,7 @@
 #include <map>
 #include <string>
 
+#include "dp/parameter_pieces.h"
 #include "graph/absent.h"
 #include "runtime/parameters/whole.h"
 #include "runtime/runtime.h"
@@ -37,6 +38,11 @@ inline void expect_lies_as_said(const std::map<std::string, torch::Tensor>& whol
       EXPECT_TRUE(torch::equal(updated.cpu(), own)) << entry.name;
     }
     EXPECT_EQ(entry.name_on(rank()).empty(), !updated.defined()) << entry.name;
+    if (entry.piece && updated.defined()) {
+      const auto& pieces = *entry.piece->pieces;
+      const auto [begin, end] = pieces.owned(entry.piece->index, pieces.group()->rank());
+      EXPECT_EQ(entry.name_on(rank()), c10::str(entry.name, "[", begin, ":", end, "]"));
+    }
     for (const auto& cut : entry.sharding.cuts) {
       const auto group = runtime.along(cut.over);
       EXPECT_EQ(group->size(), cut.over.size) << entry.name;

@@ -96,5 +96,60 @@ actions
 )");
 }
 
+/// A buffer that both stages read.
+struct TwiceScaledImpl : torch::nn::Module {
+  TwiceScaledImpl() {
+    first = register_module("first", torch::nn::Linear(2, 2));
+    second = register_module("second", torch::nn::Linear(2, 2));
+    scale = register_buffer("scale", torch::ones({2}));
+    set_partition(*first, 0);
+    set_partition(*second, 1);
+  }
+
+  torch::Tensor forward(const torch::Tensor& x) {
+    const auto y = first(x) * scale;
+    const auto scope = partition(1);
+    return (second(y) * scale).sum();
+  }
+
+  torch::nn::Linear first{nullptr}, second{nullptr};
+  torch::Tensor scale;
+};
+TORCH_MODULE(TwiceScaled);
+
+std::string line_of(const std::string& text, const std::string& action) {
+  const size_t begin = text.find("  " + action);
+  return begin == std::string::npos ? "" : text.substr(begin, text.find('\n', begin) - begin);
+}
+
+TEST(ProgramText, CountsABufferOnceSomeStepWritesIt) {
+  torch::set_num_threads(1);
+  std::map<int, std::string> before, after;
+  std::mutex mutex;
+  run_as_threads(2, Config().partitions(2).microbatches(2).pipeline("1f1b"), [&] {
+    TwiceScaled net;
+    DistributedModel<TwiceScaled> model(net);
+    auto train = step([&](torch::Tensor x) {
+      auto loss = net(x);
+      model->backward(loss);
+      return loss;
+    });
+    auto write = step([&](torch::Tensor x) {
+      net->scale += 1;
+      return (net->first(x) * net->scale).sum();
+    });
+    train(torch::ones({4, 2}));
+    const std::string text = train.program();
+    write(torch::ones({4, 2}));
+    const std::lock_guard<std::mutex> lock(mutex);
+    before[rank()] = text;
+    after[rank()] = train.program();
+  });
+  EXPECT_EQ(line_of(before[0], "0SEND_COPY"), "  0SEND_COPY>1");
+  EXPECT_EQ(line_of(before[1], "1RECV_COPY"), "  1RECV_COPY<0");
+  EXPECT_EQ(line_of(after[0], "0SEND_COPY"), "  0SEND_COPY>1, 8 bytes");
+  EXPECT_EQ(line_of(after[1], "1RECV_COPY"), "  1RECV_COPY<0, 8 bytes");
+}
+
 }  // namespace
 }  // namespace smp::testing

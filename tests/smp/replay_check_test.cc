@@ -194,6 +194,23 @@ TEST(ReplayCheck, ComparesWholeWeightsBesideShards) {
               "than on its replica, world rank 0 (hash "});
 }
 
+/// Shards are compared within replication groups: ranks 0 and 2, and 1 and 3.
+TEST(ReplayCheck, ComparesShardsOfReplicationGroups) {
+  const auto sharded = config_of(1, 4).sharded_data_parallel_degree(2);
+  std::string name;
+  const auto errors =
+      train(4, Config(sharded).sdp_param_persistence_threshold(1), 4, [&](int step, auto& model) {
+        if (step != 3 || rank() != 3) return;
+        const auto named = model->virtual_named_parameters();
+        name = named.front().key();
+        const torch::NoGradGuard no_grad;
+        named.front().value().add_(1);
+      });
+  expect_has(same_error(errors, 4), {"in training step 3", ": parameter \"" + name + "[",
+                                     "], has other bits on world rank 3 (hash ",
+                                     "than on its replica, world rank 1 (hash "});
+}
+
 /// Plays ranks with the check in each step.
 void run_checked(int ranks, const Config& config, const std::function<void()>& program) {
   run_as_threads(ranks, Config(config).replay_check(1), program);

@@ -10,7 +10,9 @@
 #include <string>
 #include <vector>
 
+#include "pipeline/measured_costs.h"
 #include "pipeline/simulator.h"
+#include "runtime/step/units.h"
 
 namespace smp::runtime {
 namespace {
@@ -49,7 +51,6 @@ Timeline recorded(const ScheduleTrial& trial, const ScheduleOptions& options,
     scaled.makespan *= part * pace;
     timeline.measured.push_back(scaled);
   }
-  timeline.predicted = pipeline::predicted_timeline(trial.current().simulation);
   return timeline;
 }
 
@@ -179,6 +180,51 @@ TEST(ScheduleTrial, SaysWhatItFound) {
       "  ----  -----  ---------  -------  --------  -----  -----  ------------\n"
       "     0  20.8%      20.0%    26.4%     52.8%  19.8%   1.0%           2 B\n"
       "     1  20.8%      20.0%    26.4%     52.8%   6.6%  14.2%           1 B\n");
+}
+
+/// Costs of units, two for each stage, that take half of its time each.
+StageCosts unit_costs(StageCosts stages) {
+  StageCosts units;
+  for (auto list : {&StageCosts::forward, &StageCosts::backward, &StageCosts::backward_input,
+                    &StageCosts::backward_weight, &StageCosts::kept}) {
+    for (const double cost : stages.*list) (units.*list).insert((units.*list).end(), 2, cost / 2);
+  }
+  return units;
+}
+
+/// Stages run unit by unit, and the schedules tried are those of stages all the while.
+TEST(ScheduleTrial, FindsTheBestByRecordsOfUnits) {
+  const auto options = options_for(4, 8, cheap_split());
+  const StepUnits units{{0, 0, 1, 1, 2, 2, 3, 3},
+                        std::vector<bool>(8, true),
+                        std::vector<pipeline::StageReads>(8, {5, 5}),
+                        /*live=*/10,
+                        pipeline::chain_edges(8),
+                        unit_costs(dear_split())};
+  const auto best_by_truth = best(options_for(4, 8, dear_split()));
+  ScheduleTrial trial(options, best(options));
+  for (const auto& expected :
+       {best(options).schedule, pipeline::exchange_backwards(best(options).schedule, options),
+        best_by_truth.schedule}) {
+    ASSERT_FALSE(trial.is_over());
+    EXPECT_EQ(trial.current().schedule, expected);
+    const RankedSchedule running = schedule_of_units(trial.current(), units);
+    EXPECT_EQ(running.name, trial.current().name);
+    EXPECT_EQ(running.schedule.stages(), 8);
+    Timeline timeline;
+    timeline.measured.push_back(pipeline::predicted_timeline(running.simulation));
+    trial.learn(pipeline::timeline_of_stages(timeline, units.stage_of_unit));
+  }
+  EXPECT_TRUE(trial.is_over());
+  EXPECT_EQ(trial.current().schedule, best_by_truth.schedule);
+  EXPECT_EQ(trial.current().name, "1f1b");
+  EXPECT_DOUBLE_EQ(trial.current().simulation.makespan, best_by_truth.simulation.makespan);
+  const std::string report = trial.report();
+  for (const char* part :
+       {"Schedules by measured costs (us):\n", "\"auto\" changes from \"zb_h1\" to \"1f1b\": ",
+        "rank   idle  predicted  forward  backward"}) {
+    EXPECT_NE(report.find(part), std::string::npos) << report;
+  }
 }
 
 TEST(ScheduleTrial, SaysThatItStays) {

@@ -2,10 +2,13 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <ostream>
 #include <set>
+#include <string>
+#include <thread>
 #include <tuple>
 #include <vector>
 
@@ -15,7 +18,9 @@
 #include "runtime/parameters/parameter_shards.h"
 #include "runtime/step/checkpointed_modules.h"
 #include "runtime/step/planning.h"
+#include "runtime/step/units.h"
 #include "smp/smp.h"
+#include "tests/action_hook.h"
 #include "tests/smp/sharded.h"
 
 // Units of sharded data parallelism: how many there are, and the memory that they are predicted to
@@ -110,6 +115,113 @@ TEST(ShardedUnits, CopiesAreNotGathered) {
   expect_as_plain(tested);
 }
 
+/// Four weights on two stages. The other way round all that is computed is on the second, which
+/// reads copies of the first one's.
+struct TwoWaysImpl : torch::nn::Module {
+  TwoWaysImpl() {
+    for (int i = 0; i < 4; ++i) {
+      weights.push_back(register_parameter("w" + std::to_string(i), torch::randn({8, 8}) * 0.3));
+    }
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y) {
+    x = torch::tanh(x.matmul(weights[0]).matmul(weights[1]));
+    const auto scope = partition(1);
+    return torch::mse_loss(x.matmul(weights[2]).matmul(weights[3]), y);
+  }
+  torch::Tensor other_way(torch::Tensor x, torch::Tensor y) {
+    const auto scope = partition(1);
+    for (const int i : {3, 2, 1, 0}) x = torch::tanh(x.matmul(weights[i]));
+    return torch::mse_loss(x, y);
+  }
+  std::vector<torch::Tensor> weights;
+};
+TORCH_MODULE(TwoWays);
+
+/// An owner gathers the parameters of a copy one after the other.
+TEST(ShardedUnits, CopiesKeepTheLimit) {
+  const Sharded run{2, 2, /*microbatches=*/2, /*threshold=*/0, /*max_live=*/64};
+  std::vector<TwoWays> nets;  // a plain one, and those of ranks
+  for (int i = 0; i < 5; ++i) {
+    torch::manual_seed(3);
+    nets.emplace_back();
+  }
+  const auto x = torch::randn({8, 8}), y = torch::randn({8, 8});
+  run_as_threads(4, sharded_config(run).partitions(2).pipeline("1f1b"), [&] {
+    TwoWays net = nets[1 + rank()];
+    DistributedModel<TwoWays> model(net);
+    auto train = step([&](torch::Tensor a, torch::Tensor b) {
+      auto loss = net->loss(a, b);
+      model->backward(loss);
+      return loss;
+    });
+    auto evaluate = step([&](torch::Tensor a, torch::Tensor b) { return net->other_way(a, b); });
+    const auto a = part(x, 2, dp_rank()), b = part(y, 2, dp_rank());
+    train(a, b);
+    const auto loss = evaluate(a, b).reduce_mean();
+    EXPECT_NEAR(loss.item<double>(), nets[0]->other_way(a, b).item<double>(), 1e-6);
+    if (pp_rank() == 0) EXPECT_EQ(shards().peak_live(), 64) << "rank " << rank();
+  });
+}
+
+/// Three products. In `loss` stage i reads the weights of stage `order[i]`.
+struct RingImpl : torch::nn::Module {
+  RingImpl() {
+    for (int i = 0; i < 6; ++i) {
+      const auto weight = torch::randn({8, i % 2 == 0 ? 8 : 4}) * 0.3;
+      weights.push_back(register_parameter("w" + std::to_string(i), weight));
+    }
+  }
+  torch::Tensor loss(torch::Tensor x, torch::Tensor y, const std::vector<int>& order) {
+    for (int i = 0; i < 3; ++i) {
+      const auto scope = partition(i);
+      const auto* of_stage = &weights[2 * order[i]];
+      x = torch::tanh(x.matmul(of_stage[0]) + torch::cat({x.matmul(of_stage[1]), y}, 1));
+    }
+    const auto scope = partition(2);
+    return x.square().mean();
+  }
+  std::vector<torch::Tensor> weights;
+};
+TORCH_MODULE(Ring);
+
+/// Every rank sends copies and takes some, and gathers of one replica wait for the others, which
+/// come to each copy at another time. Half of the weights are not divided.
+TEST(ShardedUnits, CopiesGoRoundWhereReplicasAreLate) {
+  const Sharded run{2, 2, /*microbatches=*/2, /*threshold=*/64};
+  std::vector<Ring> nets;  // a plain one, and those of ranks
+  for (int i = 0; i < 7; ++i) {
+    torch::manual_seed(3);
+    nets.emplace_back();
+  }
+  const auto x = torch::randn({8, 8}), y = torch::randn({8, 4});
+  run_as_threads(6, sharded_config(run).partitions(3).pipeline("1f1b"), [&] {
+    int copies = 0;
+    ActionHook late([&](const pipeline::Action& action) {
+      if (!action.is_copy()) return;
+      ++copies;
+      std::this_thread::sleep_for(std::chrono::milliseconds(rank() * 7 % 5 * 4));
+    });
+    runtime::Runtime::get().execution.observers.push_back(&late);
+    Ring net = nets[1 + rank()];
+    DistributedModel<Ring> model(net);
+    auto train = step([&](torch::Tensor a, torch::Tensor b) {
+      auto loss = net->loss(a, b, {0, 1, 2});
+      model->backward(loss);
+      return loss;
+    });
+    auto evaluate = step([&](torch::Tensor a, torch::Tensor b) {
+      return net->loss(a, b, {2, 0, 1});
+    });
+    const auto a = part(x, 2, dp_rank()), b = part(y, 2, dp_rank());
+    train(a, b);
+    for (int i = 0; i < 2; ++i) {
+      const auto loss = evaluate(a, b).reduce_mean();
+      EXPECT_NEAR(loss.item<double>(), nets[0]->loss(a, b, {2, 0, 1}).item<double>(), 1e-6);
+    }
+    EXPECT_EQ(copies, 2 * 2);
+  });
+}
+
 /// A pipeline, and whether modules run again.
 struct Predicted {
   const char* pipeline;
@@ -135,6 +247,21 @@ int64_t predicted_bytes(int microbatches) {
   return partitioner::predict(*graph, *plan, model).gathered.at(pp_rank());
 }
 
+/// The bytes that this rank keeps for backwards at most: by stages, and by their units.
+std::pair<double, double> kept_bytes(int microbatches) {
+  const auto& runtime = runtime::Runtime::get();
+  const auto& [graph, plan] = std::tie(runtime.first_step.graph, runtime.first_step.plan);
+  const auto regions = partitioner::find_module_regions(
+      *graph, runtime::checkpointed_modules(runtime), plan->stage_of_operator);
+  const auto model = runtime::step_model(runtime, microbatches).regions(regions);
+  auto step = runtime::plan_step(runtime.config(), "", *graph, *plan, runtime.topology().pp_size(),
+                                 model, /*settled=*/false);
+  partitioner::Plan units = *plan;
+  runtime::divide_into_units(*graph, model, units, step);
+  const auto of_units = runtime::schedule_of_units(step, *step.units);
+  return {step.simulation.peak_memory.at(pp_rank()), of_units.simulation.peak_memory.at(pp_rank())};
+}
+
 /// The two largest units of each rank follow each other here, so that the bound is exact.
 class GatheredBytes : public ::testing::TestWithParam<Predicted> {};
 
@@ -155,6 +282,10 @@ TEST_P(GatheredBytes, AreAsPredicted) {
   tested.after_step = [&](auto&, int) {
     const int64_t measured = shards().peak_live() * static_cast<int64_t>(sizeof(float));
     EXPECT_EQ(measured, predicted_bytes(run.microbatches)) << "rank " << rank();
+    const auto [by_stages, by_units] = kept_bytes(run.microbatches);
+    const bool splits = run.pipeline[0] == 'z';
+    EXPECT_LE(by_units, by_stages) << "rank " << rank();
+    if (!splits) EXPECT_EQ(by_units, by_stages) << "rank " << rank();
   };
   tested.run_on_ranks();
 }
@@ -170,6 +301,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, GatheredBytes,
                                            Predicted{"1f1b", 2, 4, 0, 1000000, true, true},
                                            Predicted{"1f1b", 3, 3, 100, 1},
                                            Predicted{"zbv", 2, 4, 0, 1000000},
+                                           Predicted{"zb_h1", 2, 4, 0, 1000000},
                                            Predicted{"interleaved_1f1b", 2, 4, 100, 1600}));
 
 }  // namespace

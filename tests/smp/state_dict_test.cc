@@ -61,6 +61,33 @@ TEST_F(StateDict, StateDictIsTheSameOnAllRanksAndLoadsIntoThePlainModule) {
   EXPECT_EQ(after[0]["norm2.num_batches_tracked"].item<int64_t>(), 2);
 }
 
+/// Ranks may construct other values: those of world rank 0 count, and so they do before.
+TEST_F(StateDict, StateDictBeforeTheFirstStepHasTheValuesOfTraining) {
+  for (const bool delayed : {false, true}) {
+    for (const int count : {1, 2}) {
+      SCOPED_TRACE(c10::str(count, delayed ? " stages, delayed" : " stages"));
+      std::vector<Mlp> nets;
+      for (int r = 0; r < 2 * count; ++r) nets.push_back(make_mlp(20 + r));
+      const Named first = state_of(*nets[0]);
+      run_as_threads(2 * count, stages(count).ddp(true), [&] {
+        Mlp net{nullptr};
+        {
+          const std::lock_guard<std::mutex> lock(mutex_);  // the ranks share a generator
+          torch::manual_seed(20 + rank());
+          const auto scope = model_creation(ModelCreationOptions().delayed(delayed).eager_bytes(0));
+          net = Mlp();
+        }
+        DistributedModel<Mlp> model(net);
+        expect_equal(to_map(model->state_dict()), first, "before the first step");
+        const Named on_one = to_map(model->state_dict(/*gather_to_rank0=*/true));
+        expect_equal(on_one, mp_rank() == 0 ? first : Named(), "on one rank");
+        step([&](torch::Tensor x) { return model(x); })(x_);
+        expect_equal(to_map(model->state_dict()), first, "after it");
+      });
+    }
+  }
+}
+
 TEST_F(StateDict, LocalStateDictsTogetherAreTheStateDict) {
   Named together, whole;
   run_as_threads(2, stages(2), [&] {

@@ -2,6 +2,7 @@
 #include <array>
 #include <tuple>
 
+#include "tests/error_of.h"
 #include "tests/smp/step_fixture.h"
 
 namespace smp::testing {
@@ -203,6 +204,58 @@ TEST_F(StepTest, OutputsAreDetachedUnlessAskedFor) {
   }
 }
 
+/// Neither parameters nor other stages take its gradients.
+TEST_F(StepTest, NoBackwardFromKeptOutputs) {
+  for (int count : {1, 2}) {
+    std::mutex mutex;
+    int refused = 0;
+    Named expected, got;
+    run_as_threads(count, stages(count), [&] {
+      Mlp net(4);
+      copy_values(*prototype_, *net);
+      DistributedModel<Mlp> model(net);
+      const auto function = [&](torch::Tensor x, torch::Tensor y) {
+        const auto out = model(x);
+        model->backward(torch::mse_loss(out, y));
+        return torch::mse_loss(model(x), y * 2);
+      };
+      auto train = step(function);
+      auto keep = step(function, StepOptions().detach_outputs(false));
+      train(x_, y_);
+      const auto gradients = [&] {
+        Named own;
+        for (const auto& item : model->local_named_parameters()) {
+          own[item.key()] = item.value().grad().clone();
+          item.value().mutable_grad().reset();
+        }
+        return own;
+      };
+      const Named plain = gradients();
+      const auto kept = keep(x_, y_);
+      gradients();
+      if (kept.outputs()[0].grad_fn() != nullptr) {
+        const std::string error = error_of<UsageError>([&] { kept.outputs()[0].backward(); });
+        const std::lock_guard<std::mutex> lock(mutex);
+        EXPECT_NE(error.find("a tensor that the step function returned with its history "
+                             "(detach_outputs(false)) was differentiated"),
+                  std::string::npos)
+            << error;
+        ++refused;
+      }
+      for (const auto& item : model->local_named_parameters()) {
+        EXPECT_FALSE(item.value().grad().defined()) << item.key();
+      }
+      keep(x_, y_);
+      const Named again = gradients();
+      const std::lock_guard<std::mutex> lock(mutex);
+      expected.insert(plain.begin(), plain.end());
+      got.insert(again.begin(), again.end());
+    });
+    EXPECT_EQ(refused, 1) << count << " stages: the rank that computed the output";
+    expect_equal(got, expected, "gradients of the next step");
+  }
+}
+
 TEST_F(StepTest, BackwardOfSeveralTensorsAndWithGradients) {
   const auto gradient = torch::randn({4, 1});
   const auto check_against =
@@ -320,6 +373,29 @@ TEST_F(StepTest, GenerativeAdversarialNetwork) {
       expect_equal(to_map(model_g->state_dict()), state_of(*g), "generator");
       expect_equal(to_map(model_d->state_dict()), state_of(*d), "discriminator");
     });
+  }
+}
+
+/// In plain libtorch each microbatch would draw the numbers of the seed.
+TEST_F(StepTest, SeedsInsideAreRefused) {
+  for (const uint64_t seed : {3, 4}) {
+    torch::manual_seed(3);
+    const auto text = error_of_run<CaptureError>(1, stages(1), [&] {
+      DistributedModel<Mlp> model(make_net());
+      auto train = step(
+          [&](torch::Tensor x) {
+            torch::manual_seed(seed);
+            return torch::dropout(model(x), 0.5, true);
+          },
+          StepOptions().name("seeds"));
+      train(x_);
+    });
+    expect_has(text,
+               "step function \"seeds\" calls torch::manual_seed, which its random operators "
+               "do not heed: each draws from a stream of its own (docs/capture.md, \"Random "
+               "numbers\"). Call it outside of the step function, or set \"seed\"; for the "
+               "same numbers in each microbatch draw them outside and pass them by "
+               "smp::whole");
   }
 }
 

@@ -112,7 +112,7 @@ void on_ranks(const Layout& layout, const Body& body) {
         shards->add(entry.tensor, name);
       }
     }
-    table.set_pieces(shards, runtime->topology().pieces(), /*are_shards=*/true);
+    table.set_pieces(shards, runtime->topology().pieces());
     body(*runtime, all);
   });
 }

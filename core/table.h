@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace smp::partitioner {
+namespace smp::core {
 
 /// Columns of texts under headings, as wide as their widest cell.
 class Table {
@@ -15,8 +15,8 @@ class Table {
   /// A cell for each column.
   void row(std::vector<std::string> cells);
 
-  /// Headings, a rule and the rows, each line indented by two; ends with a newline.
-  std::string to_string() const;
+  /// Headings, perhaps a rule, and the rows, each line indented by two; ends with a newline.
+  std::string to_string(bool has_rule = true) const;
 
  private:
   std::string line(const std::vector<std::string>& cells, const std::vector<size_t>& widths) const;
@@ -26,4 +26,4 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-}  // namespace smp::partitioner
+}  // namespace smp::core

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "partitioner/table.h"
+#include "core/table.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <utility>
 
-namespace smp::partitioner {
+namespace smp::core {
 
 void Table::column(std::string heading, Align align) {
   headings_.push_back(std::move(heading));
@@ -15,7 +15,7 @@ void Table::column(std::string heading, Align align) {
 
 void Table::row(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
 
-std::string Table::to_string() const {
+std::string Table::to_string(bool has_rule) const {
   std::vector<size_t> widths;
   for (size_t c = 0; c < headings_.size(); ++c) {
     size_t width = headings_[c].size();
@@ -24,7 +24,8 @@ std::string Table::to_string() const {
   }
   std::vector<std::string> rule;
   for (size_t width : widths) rule.push_back(std::string(width, '-'));
-  std::string text = line(headings_, widths) + line(rule, widths);
+  std::string text = line(headings_, widths);
+  if (has_rule) text += line(rule, widths);
   for (const auto& row : rows_) text += line(row, widths);
   return text;
 }
@@ -40,4 +41,4 @@ std::string Table::line(const std::vector<std::string>& cells,
   return text + "\n";
 }
 
-}  // namespace smp::partitioner
+}  // namespace smp::core
