@@ -82,8 +82,9 @@ void CopiedTensors::receive(comm::Communicator& pipeline, int from,
 
 int64_t CopiedTensors::nbytes(const Unwritten& unwritten) const {
   int64_t bytes = 0;
-  for (const auto& [value, tensor, shard] : written(unwritten))
+  for (const auto& [value, tensor, shard] : written(unwritten)) {
     bytes += static_cast<int64_t>(tensor.nbytes());
+  }
   return bytes;
 }
 
